@@ -1,0 +1,246 @@
+"""Decoding settings: every sampling field, stated; what a checkpoint declares and would leak."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# What `generate` imposes when a checkpoint is silent and sampling is on (transformers 5).
+_LIBRARY_TOP_K = 50
+# Fields of a generation config that change which tokens come out, with the value that does nothing.
+_NEUTRAL = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "stop_strings": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "token_healing": False,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "assistant_ensemble_weight": None,
+    "use_mtp": False,
+    "use_cache": True,
+    "cache_implementation": None,
+}
+_OURS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """How tokens are chosen; nothing here is ever filled in by a checkpoint.
+
+    Parameters
+    ----------
+    max_new_tokens : int
+        Tokens written at most per sample.
+    temperature : float
+        Divides the logits; 0 means greedy (argmax) and is recorded as 0, never as a small number.
+    top_k, top_p, min_p : int, float, float
+        Filters after temperature; 0, 1.0 and 0.0 switch them off.
+    repetition_penalty : float
+        Over prompt and output, pads excluded; 1.0 is off.
+    seed : int
+        Seed of the run; each batch derives its own from it. Without effect under greedy.
+    n_samples : int
+        Samples per prompt.
+    stop_token_ids : tuple of int or None
+        End ids. None: the union of those the checkpoint declares; (): never stop.
+
+    Raises
+    ------
+    ValueError
+        Naming the field, its rule and the value.
+
+    Examples
+    --------
+    >>> Decoding().greedy, Decoding(temperature=0.7).greedy
+    (True, False)
+    """
+
+    max_new_tokens: int = 32
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    n_samples: int = 1
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _whole("max_new_tokens", self.max_new_tokens, at_least=1)
+        _whole("top_k", self.top_k, at_least=0)
+        _whole("seed", self.seed, at_least=0)
+        _whole("n_samples", self.n_samples, at_least=1)
+        if self.seed >= 2**63:
+            raise ValueError(f"`seed` must be below 2**63, got {self.seed}")
+        _within("temperature", self.temperature, "at least 0", 0 <= self.temperature < math.inf)
+        _within("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1)
+        _within("min_p", self.min_p, "at least 0 and at most 1", 0 <= self.min_p <= 1)
+        penalty = self.repetition_penalty
+        _within("repetition_penalty", penalty, "above 0", 0 < penalty < math.inf)
+        if self.stop_token_ids is not None:
+            for index, token_id in enumerate(self.stop_token_ids):
+                _whole(f"stop_token_ids[{index}]", token_id, at_least=0)
+            object.__setattr__(self, "stop_token_ids", tuple(sorted(set(self.stop_token_ids))))
+
+    @property
+    def greedy(self) -> bool:
+        """True where temperature is 0: the seed and the filters then have no effect."""
+        return self.temperature == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field plus `greedy`, as plain values for a manifest."""
+        return asdict(self) | {"greedy": self.greedy}
+
+    @classmethod
+    def from_checkpoint(cls, generation_config: Any, **overrides: Any) -> Decoding:
+        """The settings that the checkpoint's own generation_config asks for, stated openly.
+
+        Parameters
+        ----------
+        generation_config : transformers.GenerationConfig, mapping or a model that carries one
+        **overrides
+            Fields of Decoding that win over the checkpoint.
+
+        Raises
+        ------
+        ValueError
+            Where the checkpoint sets something that Decoding has no field for.
+
+        Examples
+        --------
+        >>> Decoding.from_checkpoint({"do_sample": True, "temperature": 0.7, "top_p": 0.9}).top_k
+        50
+        >>> Decoding.from_checkpoint({"do_sample": False, "temperature": 0.7}).greedy
+        True
+        """
+        declared = _declared(generation_config)
+        odd = [n for n in declared if n not in (*_OURS, "do_sample", "use_cache")]
+        odd = [n for n in odd if n != "cache_implementation"]
+        if odd:
+            raise ValueError(
+                f"`generation_config` sets {', '.join(f'{n}={declared[n]!r}' for n in odd)}, for "
+                "which Decoding has no field; write out a Decoding that leaves it out on purpose"
+            )
+        fields = {name: declared[name] for name in _OURS if name in declared}
+        if declared.get("do_sample"):
+            fields.setdefault("temperature", 1.0)
+            stated = _as_mapping(generation_config).get("top_k")
+            fields["top_k"] = _LIBRARY_TOP_K if stated is None else stated
+        else:
+            fields = {k: v for k, v in fields.items() if k == "repetition_penalty"}
+        length = _as_mapping(generation_config).get("max_new_tokens")
+        return cls(**({"max_new_tokens": length} if length else {}) | fields | overrides)
+
+
+def leaks(generation_config: Any, decoding: Decoding | None = None) -> Any:
+    """What the checkpoint would have imposed silently, beside what is in effect.
+
+    Parameters
+    ----------
+    generation_config : transformers.GenerationConfig, mapping or a model that carries one
+    decoding : Decoding, optional
+        Settings in effect; greedy by default.
+
+    Returns
+    -------
+    DataFrame
+        field, effective, checkpoint; one row per field on which the two differ.
+
+    Examples
+    --------
+    >>> leaks({"repetition_penalty": 1.5, "top_p": 1.0}).to_dict("records")
+    [{'field': 'repetition_penalty', 'effective': 1.0, 'checkpoint': 1.5}]
+    """
+    import pandas as pd
+
+    decoding = decoding or Decoding()
+    effective = _NEUTRAL | {name: getattr(decoding, name) for name in _OURS}
+    effective["do_sample"] = not decoding.greedy
+    rows = [
+        {"field": name, "effective": effective[name], "checkpoint": value}
+        for name, value in _declared(generation_config).items()
+        if value != effective[name]
+    ]
+    return pd.DataFrame(rows, columns=["field", "effective", "checkpoint"], dtype=object)
+
+
+def stop_token_ids(*sources: Any) -> tuple[int, ...]:
+    """Union of the end ids that generation config, model config and tokenizer declare.
+
+    Parameters
+    ----------
+    *sources : objects or mappings with `eos_token_id` (an id, a list of ids or None)
+
+    Examples
+    --------
+    >>> stop_token_ids({"eos_token_id": [77, 96]}, {"eos_token_id": 2}, None)
+    (2, 77, 96)
+    """
+    found: set[int] = set()
+    for source in sources:
+        if source is None:
+            continue
+        mapped = isinstance(source, Mapping)
+        ids = source.get("eos_token_id") if mapped else getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple, set)) else [] if ids is None else [ids])
+    return tuple(sorted(int(i) for i in found))
+
+
+def _as_mapping(generation_config: Any) -> Mapping[str, Any]:
+    config = getattr(generation_config, "generation_config", generation_config)
+    if config is None:
+        return {}
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
+def _declared(generation_config: Any) -> dict[str, Any]:
+    """Fields set by the checkpoint to something that is not neutral."""
+    stated = _as_mapping(generation_config)
+    return {
+        name: stated[name]
+        for name, neutral in _NEUTRAL.items()
+        if stated.get(name) is not None and stated[name] != neutral
+    }
+
+
+def _whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"`{name}` must be a whole number of at least {at_least}, got {value!r}")
+
+
+def _within(name: str, value: Any, rule: str, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
