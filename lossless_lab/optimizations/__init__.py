@@ -1,0 +1,42 @@
+"""What is done to a model: the catalogue of optimisations under test.
+
+An entry is one `Optimization` object in the ENTRIES of its file.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from lossless_lab.optimizations import batching, caches, compilation, precision
+from lossless_lab.optimizations.batching import batch
+from lossless_lab.optimizations.entry import Candidate, Optimization
+from lossless_lab.optimizations.precision import cast
+
+CATALOGUE: dict[str, Optimization] = {
+    entry.name: entry
+    for room in (precision, compilation, caches, batching)
+    for entry in room.ENTRIES
+}
+
+
+def find(name: str) -> Optimization:
+    """The entry called `name`; "batch-N" for any N.
+
+    Raises
+    ------
+    KeyError
+        For an unknown name, with the nearest known one.
+
+    >>> find("bfloat16").level
+    '2'
+    """
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    if name.startswith("batch-") and name[6:].isdigit():
+        return batch(int(name[6:]))
+    nearest = get_close_matches(name, CATALOGUE, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}")
+
+
+__all__ = ["CATALOGUE", "Candidate", "Optimization", "batch", "cast", "find"]

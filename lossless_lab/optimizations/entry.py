@@ -1,0 +1,116 @@
+"""What a catalogue entry is: how to apply an optimisation, and how to tell that it ran."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lossless_lab.optimizations.witness import Observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A network with an optimisation applied, and the engine settings that belong to it.
+
+    Parameters
+    ----------
+    name : what reports call it.
+    model : models.Model or network to run; a copy wherever the optimisation touches the network.
+    settings : keyword arguments for TransformersEngine (batch_size, cache, …).
+    optimization : the entry that made it, or None for a network of the user's own.
+    reference_intact : whether the original's weights and logits were the same after as before.
+    """
+
+    name: str
+    model: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    optimization: Optimization | None = None
+    reference_intact: bool = True
+
+    @property
+    def network(self) -> nn.Module:
+        """The network itself."""
+        return getattr(self.model, "network", self.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """One entry of the catalogue.
+
+    Parameters
+    ----------
+    name : how it is called in `optimizations.find`, reports and run records.
+    level : the level of losslessness that the entry claims (verdict.LEVELS).
+    needs : what must be present, in words ("" for nothing beyond torch).
+    changes : manifest fields that the entry is meant to change; any other difference between
+        the two sides of a comparison makes it INVALID.
+    transform : network -> (network, engine settings); copies what it alters.
+    witness : observation of a short generation -> what was seen, or "" (then VACUOUS).
+    exercised : (output lengths, rows per batch) -> positions that could depend on the change.
+    fault : candidate -> the same candidate, broken; what `poisoned` injects.
+    """
+
+    name: str
+    level: str
+    changes: tuple[str, ...]
+    transform: Callable[[nn.Module], tuple[nn.Module, dict[str, Any]]]
+    witness: Callable[[Observation], str]
+    exercised: Callable[[Sequence[int], Sequence[int]], int]
+    fault: Callable[[nn.Module], nn.Module]
+    needs: str = ""
+
+    def apply(self, model: Any) -> Candidate:
+        """The optimisation applied to a models.Model or a network, which stays as it is."""
+        network = getattr(model, "network", model)
+        before = fingerprint(network)
+        changed, settings = self.transform(network)
+        return Candidate(
+            name=self.name,
+            model=replace(model, network=changed) if network is not model else changed,
+            settings=settings,
+            optimization=self,
+            reference_intact=fingerprint(network) == before,
+        )
+
+    def poisoned(self) -> Optimization:
+        """The entry's twin with its fault injected: a check that works must tell the two apart."""
+
+        def broken(network: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+            changed, settings = self.transform(network)
+            if changed is network:
+                changed = copy.deepcopy(network)
+            return self.fault(changed), settings
+
+        return replace(self, name=f"{self.name} (poisoned)", transform=broken)
+
+    def __str__(self) -> str:
+        return f"{self.name}: claims level {self.level}, changes {', '.join(self.changes)}"
+
+
+def fingerprint(network: nn.Module) -> str:
+    """SHA-256 over the bytes of all weights and of the logits of a fixed short row."""
+    network = getattr(network, "_orig_mod", network)
+    digest = hashlib.sha256()
+    vocab_size = network.get_input_embeddings().num_embeddings
+    row = torch.arange(1, 9, device=network.device)[None] % vocab_size
+    with torch.no_grad():
+        logits = network(row, use_cache=False).logits
+    for tensor in (*network.state_dict().values(), logits):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def every_position(lengths: Sequence[int], rows: Sequence[int]) -> int:
+    """All generated positions: the change takes part in each forward pass.
+
+    >>> every_position([3, 2], [1, 1])
+    5
+    """
+    return sum(lengths)

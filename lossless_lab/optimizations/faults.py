@@ -1,0 +1,52 @@
+"""Faults that an entry's poisoned twin injects into its own copy of the network."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from lossless_lab.optimizations.witness import cache_of
+
+
+def silence_one_mlp(network: nn.Module) -> nn.Module:
+    """The last Linear of the middle MLP set to zero."""
+    found = [m for name, m in network.named_modules() if name.rsplit(".", 1)[-1] == "mlp"]
+    if not found:
+        raise ValueError("`network` has no submodule named `mlp` to silence")
+    linears = [m for m in found[len(found) // 2].modules() if hasattr(m, "weight")]
+    with torch.no_grad():
+        linears[-1].weight.zero_()
+    return network
+
+
+def stale_slot(network: nn.Module) -> nn.Module:
+    """The newest key and value of every layer are lost (zero) before each later pass."""
+    original = network.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = cache_of(kwargs)
+        newest = 0 if cache is None else int(cache.get_seq_length())
+        if newest > 0:
+            for layer in cache.layers:
+                layer.keys[..., newest - 1, :] = 0
+                layer.values[..., newest - 1, :] = 0
+        return original(*args, **kwargs)
+
+    network.forward = forward
+    return network
+
+
+def ignore_padding(network: nn.Module) -> nn.Module:
+    """Attention mask and positions are dropped: pad columns are read as if they were text."""
+    original = network.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any):
+        return original(*args, **kwargs)
+
+    network.forward = forward
+    return network
