@@ -77,7 +77,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
 
 
 def cache_of(inputs: Mapping[str, Any]) -> Any:
-    """The cache among a forward pass's keyword arguments (older releases call it `past_key_values`)."""
+    """The cache among forward's keyword arguments (once called `past_key_values`)."""
     return inputs.get("cache", inputs.get("past_key_values"))
 
 
