@@ -1,0 +1,167 @@
+"""How sure a share or a mean is: exact, clustered and assumption-free intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize, stats
+
+MIN_CLUSTERS = 30
+
+
+class Interval(NamedTuple):
+    """Lower and upper limit, in the unit of what was estimated."""
+
+    low: float
+    high: float
+
+
+def share_interval(
+    n_hits: int, n: int, *, confidence: float = 0.95, alternative: str = "two-sided"
+) -> Interval:
+    """Exact (Clopper–Pearson) interval of a share n_hits / n.
+
+    Parameters
+    ----------
+    n_hits, n : counts, 0 ≤ n_hits ≤ n, n ≥ 1.
+    confidence : coverage, at least this much for every true share.
+    alternative : "two-sided"; "less" bounds the share from above only, "greater" from below only.
+
+    Raises
+    ------
+    ValueError
+        For counts out of range (scipy's own message).
+
+    Notes
+    -----
+    Source: Clopper and Pearson 1934, through scipy.stats.binomtest.
+
+    Examples
+    --------
+    No hit in 59: the share is below 5 % with 95 % confidence.
+
+    >>> round(share_interval(0, 59, alternative="less").high, 4)
+    0.0495
+    """
+    test = stats.binomtest(n_hits, n, alternative=alternative)
+    return Interval(*map(float, test.proportion_ci(confidence, method="exact")))
+
+
+def n_for_share(margin: float, *, confidence: float = 0.95) -> int:
+    """Smallest n whose upper bound after no hit at all is within `margin`: ln(1−c) / ln(1−margin).
+
+    Examples
+    --------
+    >>> n_for_share(0.05), n_for_share(0.01)
+    (59, 299)
+    """
+    if not 0 < margin < 1:
+        raise ValueError(f"`margin` must be above 0 and below 1; got {margin}")
+    return math.ceil(math.log(1 - confidence) / math.log(1 - margin))
+
+
+def cluster_mean_interval(
+    cluster_means: Sequence[float], *, confidence: float = 0.95, alternative: str = "two-sided"
+) -> Interval:
+    """Student's t interval of the mean over clusters (documents, prompts), each counted once.
+
+    Tokens of one document go together, so the document is the unit. From 32 clusters on it
+    covers 91–94 % at a nominal 95 % with skewed clusters, and less below.
+
+    Raises
+    ------
+    ValueError
+        For fewer than MIN_CLUSTERS clusters, where no such interval is honest, or a NaN or inf.
+
+    Examples
+    --------
+    >>> low, high = cluster_mean_interval([0.0, 1.0] * 15)
+    >>> round((low + high) / 2, 6), round(high - low, 4)
+    (0.5, 0.3798)
+    """
+    values = _finite(cluster_means)
+    if len(values) < MIN_CLUSTERS:
+        raise ValueError(
+            f"`cluster_means` must hold at least {MIN_CLUSTERS} clusters for an interval; "
+            f"got {len(values)}"
+        )
+    tail = (1 - confidence) / (2 if alternative == "two-sided" else 1)
+    half = float(stats.t.isf(tail, len(values) - 1) * stats.sem(values))
+    mean = float(values.mean())
+    return Interval(
+        -math.inf if alternative == "less" else mean - half,
+        math.inf if alternative == "greater" else mean + half,
+    )
+
+
+def bounded_mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    """Limits, each one-sided at `confidence`, of the mean of values in [0, 1]; valid at any n.
+
+    Betting: a wealth Π(1 + λ(x − m)) is fair under mean m, so by Markov it passes 1/(1−c) with
+    probability at most 1−c. Half the wealth is spread over λ on a grid for the lower limit, and
+    likewise for the upper one. Nothing is assumed of the values but independence.
+
+    Parameters
+    ----------
+    values : [n], each in [0, 1].
+
+    Notes
+    -----
+    Source: Waudby-Smith and Ramdas 2024 (hedged capital, with a uniform mixture in place of a
+    predictable λ, so the order of the values does not matter).
+
+    Examples
+    --------
+    Zeros alone never prove a mean of 0: 59 of them leave about 3/n.
+
+    >>> low, high = bounded_mean_interval([0.0] * 59)
+    >>> low, 0.045 < high < 0.08
+    (0.0, True)
+    """
+    x = _finite(values)
+    if len(x) == 0 or x.min() < 0 or x.max() > 1:
+        raise ValueError(f"`values` must be one or more numbers in [0, 1]; got {values!r:.80}")
+    high = 1 - _lower_limit(1 - x, 1 - confidence)
+    return Interval(_lower_limit(x, 1 - confidence), high)
+
+
+def perfect_bound(n: int, *, confidence: float = 0.95) -> float:
+    """Upper limit of `bounded_mean_interval` after n zeros: what a perfect candidate would get.
+
+    Examples
+    --------
+    >>> perfect_bound(1000) < perfect_bound(100) < 0.05
+    True
+    """
+    return bounded_mean_interval(np.zeros(n), confidence=confidence).high
+
+
+_FRACTIONS = (np.arange(32) + 0.5) / 32  # of the largest bet that cannot lose everything
+
+
+def _log_wealth(x: np.ndarray, mean: float) -> float:
+    """ln of the mean over bets λ in (0, 1/mean) of Π(1 + λ(x − mean))."""
+    bets = _FRACTIONS / mean
+    by_bet = np.log1p(bets[:, None] * (x - mean)).sum(1)
+    return float(np.logaddexp.reduce(by_bet) - math.log(len(bets)))
+
+
+def _lower_limit(x: np.ndarray, alpha: float) -> float:
+    """Smallest mean that a bet on a larger one does not reject."""
+    target = -math.log(alpha)
+    top = float(x.mean())
+    tiny = 1e-12
+    if top <= tiny or _log_wealth(x, tiny) <= target:
+        return 0.0
+    return float(optimize.brentq(lambda m: _log_wealth(x, m) - target, tiny, top, xtol=1e-12))
+
+
+def _finite(values: Sequence[float]) -> np.ndarray:
+    x = np.asarray(values, dtype=np.float64)
+    bad = np.flatnonzero(~np.isfinite(x))
+    if len(bad):
+        raise ValueError(f"values must be finite; got {x[bad[0]]} at position {bad[0]}")
+    return x
