@@ -1,0 +1,245 @@
+"""Two runs token by token: where outputs first part, by what margin, and what kind of parting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ..results import Result
+from .noise import ulp_of
+
+KINDS = ("equal", "content", "length", "stop_set", "whitespace", "text_only")
+Key = tuple[str, int]
+Laws = Callable[[Key], tuple[torch.Tensor, torch.Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenComparison(Result):
+    """How the outputs of two runs compare, pair by pair.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        One row per (prompt_id, sample_index); columns are listed under `compare_tokens`.
+    reference_stop_ids, candidate_stop_ids : the end ids of either side, None where unknown.
+    """
+
+    frame: pd.DataFrame
+    reference_stop_ids: tuple[int, ...] | None
+    candidate_stop_ids: tuple[int, ...] | None
+
+    @property
+    def n_prompts(self) -> int:
+        """Prompts compared: the independent units."""
+        return int(self.frame["prompt_id"].nunique())
+
+    @property
+    def n_prompts_differing(self) -> int:
+        """Prompts of which at least one sample differs in its ids (its text, where no ids are)."""
+        return int(self.frame.loc[~self.frame["ids_equal"], "prompt_id"].nunique())
+
+    @property
+    def exact_share(self) -> float:
+        """Share of pairs with equal ids."""
+        return float(self.frame["ids_equal"].mean())
+
+    @property
+    def text_share(self) -> float:
+        """Share of pairs with equal texts."""
+        return float(self.frame["text_equal"].mean())
+
+    @property
+    def divergences(self) -> pd.DataFrame:
+        """The pairs that differ, earliest divergence first."""
+        return self.frame[~self.frame["ids_equal"]].sort_values("first_divergence")
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per pair."""
+        return self.frame
+
+    def __str__(self) -> str:
+        text = (
+            f"{len(self.frame)} pairs of {self.n_prompts} prompts: ids equal in "
+            f"{self.exact_share:.1%}, text equal in {self.text_share:.1%}"
+        )
+        kinds = self.frame["kind"].value_counts()
+        differing = [f"{n} {kind}" for kind, n in kinds.items() if kind != "equal"]
+        text += f" ({', '.join(differing)})" if differing else ""
+        first = self.divergences["first_divergence"].min()
+        text += "" if pd.isna(first) else f"; first divergence at token {first}"
+        if (self.frame["kind"] == "stop_set").any():
+            text += (
+                f"; stop sets differ: {_ids(self.reference_stop_ids)} and "
+                f"{_ids(self.candidate_stop_ids)}, outputs agree up to the stop"
+            )
+        return text
+
+
+def compare_tokens(
+    reference: Sequence[Any],
+    candidate: Sequence[Any],
+    *,
+    laws: Laws | None = None,
+    dtype: str = "float32",
+    reference_stop_ids: Sequence[int] | None = None,
+    candidate_stop_ids: Sequence[int] | None = None,
+) -> TokenComparison:
+    """Compare two runs pair by pair; pairs are matched by (prompt_id, sample_index).
+
+    Parameters
+    ----------
+    reference, candidate : records with prompt_id, sample_index, prompt_ids, output_ids, text and
+        finish_reason. `output_ids` may be None on both sides: then texts are compared.
+    laws : key -> (reference_logits, candidate_logits), each [positions, vocab_size], or None
+        Raw logits along the reference's ids; adds margins at the first divergence.
+    dtype : compute dtype whose rounding step margins are quoted in.
+    reference_stop_ids, candidate_stop_ids : end ids of either side, where known.
+
+    Returns
+    -------
+    TokenComparison
+        with columns prompt_id, sample_index, n_reference, n_candidate (tokens), ids_equal,
+        text_equal, whitespace_only, first_divergence (index into the output, NA where none),
+        reference_token_id, candidate_token_id, reference_margin (the reference's logit of its own
+        token less that of the candidate's), margin_steps (that margin in rounding steps of `dtype`
+        at that logit), logit_difference (largest |candidate − reference| of the two tokens' logits
+        there) and kind (KINDS).
+
+    Raises
+    ------
+    ValueError
+        For pairs that are missing on a side or doubled, and for prompts whose ids differ, which
+        makes any comparison of outputs meaningless.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace as Record
+    >>> a = Record(prompt_id="p", sample_index=0, prompt_ids=(1,), output_ids=(5, 6), text="x",
+    ...            finish_reason="length")
+    >>> b = Record(**{**vars(a), "output_ids": (5, 7), "text": "y"})
+    >>> int(compare_tokens([a], [b]).frame["first_divergence"][0])
+    1
+    """
+    left, right = _by_key(reference, "reference"), _by_key(candidate, "candidate")
+    _same_keys(left, right)
+    stops = [None if s is None else tuple(s) for s in (reference_stop_ids, candidate_stop_ids)]
+    rows = []
+    for key, a in left.items():
+        b = right[key]
+        _same_prompt(key, a, b)
+        rows.append(_pair(key, a, b, stops))
+    frame = pd.DataFrame(rows)
+    for name in ("first_divergence", "reference_token_id", "candidate_token_id"):
+        frame[name] = pd.array(frame[name], dtype="Int64")
+    if laws is not None:
+        _add_margins(frame, laws, dtype)
+    return TokenComparison(frame=frame, reference_stop_ids=stops[0], candidate_stop_ids=stops[1])
+
+
+def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
+    """Index of the first differing token; the shorter length where one ends early; None if equal.
+
+    Examples
+    --------
+    >>> first_divergence([1, 2, 3], [1, 9, 3]), first_divergence([1], [1, 2])
+    (1, 1)
+    """
+    if reference == candidate:
+        return None
+    n = min(len(reference), len(candidate))
+    a, b = np.asarray(reference[:n]), np.asarray(candidate[:n])
+    unequal = np.flatnonzero(a != b)
+    return int(unequal[0]) if len(unequal) else n
+
+
+def _pair(key: Key, a: Any, b: Any, stops: Sequence[tuple[int, ...] | None]) -> dict[str, Any]:
+    text_equal = a.text == b.text
+    spaces = not text_equal and "".join(a.text.split()) == "".join(b.text.split())
+    row = {
+        "prompt_id": key[0],
+        "sample_index": key[1],
+        "n_reference": None,
+        "n_candidate": None,
+        "ids_equal": text_equal,
+        "text_equal": text_equal,
+        "whitespace_only": spaces,
+        "first_divergence": None,
+        "reference_token_id": None,
+        "candidate_token_id": None,
+        "reference_margin": np.nan,
+        "margin_steps": np.nan,
+        "logit_difference": np.nan,
+        "kind": "equal" if text_equal else "whitespace" if spaces else "text_only",
+    }
+    if a.output_ids is None or b.output_ids is None:
+        return row
+    x, y = tuple(a.output_ids), tuple(b.output_ids)
+    at = first_divergence(x, y)
+    row |= {"n_reference": len(x), "n_candidate": len(y), "ids_equal": at is None, "kind": "equal"}
+    if at is None:
+        return row
+    row["first_divergence"] = at
+    row["reference_token_id"] = x[at] if at < len(x) else None
+    row["candidate_token_id"] = y[at] if at < len(y) else None
+    if at < min(len(x), len(y)):
+        row["kind"] = "whitespace" if spaces else "content"
+    else:
+        shorter, own, other = (a, *stops) if len(x) < len(y) else (b, *stops[::-1])
+        last = (shorter.output_ids or (None,))[-1]
+        stopped = shorter.finish_reason == "stop" and None not in (own, other)
+        row["kind"] = "stop_set" if stopped and last not in other else "length"
+    return row
+
+
+def _add_margins(frame: pd.DataFrame, laws: Laws, dtype: str) -> None:
+    for i in frame.index[frame["candidate_token_id"].notna() & frame["reference_token_id"].notna()]:
+        row = frame.loc[i]
+        found = laws((row["prompt_id"], row["sample_index"]))
+        at = row["first_divergence"]
+        if found is None or at >= min(len(found[0]), len(found[1])):
+            continue
+        pair = [int(row["reference_token_id"]), int(row["candidate_token_id"])]
+        x, y = found[0][at, pair].double(), found[1][at, pair].double()
+        margin = float(x[0] - x[1])
+        frame.loc[i, "reference_margin"] = margin
+        frame.loc[i, "margin_steps"] = margin / float(ulp_of(float(x[0]), dtype))
+        frame.loc[i, "logit_difference"] = float((y - x).abs().max())
+
+
+def _by_key(records: Sequence[Any], side: str) -> Mapping[Key, Any]:
+    found: dict[Key, Any] = {}
+    for record in records:
+        key = (record.prompt_id, record.sample_index)
+        if key in found:
+            raise ValueError(f"`{side}` holds prompt {key[0]!r}, sample {key[1]} more than once")
+        found[key] = record
+    if not found:
+        raise ValueError(f"`{side}` must hold at least one record; got none")
+    return found
+
+
+def _same_keys(left: Mapping[Key, Any], right: Mapping[Key, Any]) -> None:
+    for side, missing in (("candidate", left.keys() - right), ("reference", right.keys() - left)):
+        if missing:
+            shown = ", ".join(f"{name!r} sample {i}" for name, i in sorted(missing)[:5])
+            raise ValueError(f"`{side}` lacks {len(missing)} of the other side's pairs: {shown}")
+
+
+def _same_prompt(key: Key, a: Any, b: Any) -> None:
+    x, y = tuple(a.prompt_ids or ()), tuple(b.prompt_ids or ())
+    if x == y or not x or not y:  # a side that tells no prompt ids cannot be compared in them
+        return
+    at = first_divergence(x, y)
+    longer, shorter = sorted((x, y), key=len, reverse=True)
+    extra = len(longer) == len(shorter) + 1 and longer[1:] == shorter and longer[0] == longer[1]
+    why = "extra BOS" if extra else f"{len(x)} and {len(y)} tokens"
+    raise ValueError(f"prompt {key[0]!r}: prompts differ at position {at} ({why})")
+
+
+def _ids(ids: tuple[int, ...] | None) -> str:
+    return "unknown" if ids is None else "{" + ", ".join(map(str, ids)) + "}"
