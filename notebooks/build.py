@@ -15,6 +15,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbconvert.filters import strip_ansi
 from tqdm import tqdm
 
 from lossless_lab import paths
@@ -184,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = report.make(chosen, given)
     failed = {name: r for name, r in results.items() if isinstance(r, Exception)}
     for name, error in failed.items():
-        print(f"\n{name} failed: {error}", file=sys.stderr)
+        print(f"\n{name} failed: {strip_ansi(str(error))}", file=sys.stderr)
     return int(bool(failed))
 
 

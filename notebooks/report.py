@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import markdown_it
 import nbformat
 from jinja2 import DictLoader
 from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html, strip_ansi
 from pygments.formatters import HtmlFormatter
 
 from lossless_lab import paths
@@ -75,7 +75,7 @@ def rendered(output: nbformat.NotebookNode) -> str:
     if "text/html" in data:
         return data["text/html"]
     if "text/markdown" in data:
-        return markdown_it.MarkdownIt("commonmark", {"html": False}).render(data["text/markdown"])
+        return markdown2html(data["text/markdown"])
     text = output.get("text") or ("" if "image/png" in data else data.get("text/plain", ""))
     return "<p>" + html.escape(text).replace("\n", "<br>") + "</p>" if text else ""
 
@@ -85,7 +85,7 @@ def page(notebooks: Mapping[str, nbformat.NotebookNode | Exception]) -> str:
     rows, articles = [], []
     for name, notebook in notebooks.items():
         if isinstance(notebook, Exception):
-            told = html.escape(str(notebook)[-2000:])
+            told = html.escape(strip_ansi(str(notebook))[-2000:])
             rows.append((name, f'<span class="failed">failed</span><pre>{told}</pre>'))
             continue
         rows.append((name, "".join(verdicts(notebook)) or "no verdict in this notebook"))
