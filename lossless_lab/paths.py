@@ -10,7 +10,7 @@ CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "data" / "models").is_dir() else 
 ROOT = CHECKOUT or Path.cwd()  # where new files are written
 
 DATA = ROOT / "data" if CHECKOUT else PACKAGE / "_data"  # read only: prompts, tiny models
-FIGURES = ROOT / "figures"
+FIGURES = Path(os.environ.get("LOSSLESS_LAB_FIGURES") or ROOT / "figures")
 RUNS = ROOT / "data" / "runs"  # new runs; the published ones are in DATA / "runs" / "published"
 CACHE = Path(
     os.environ.get("LOSSLESS_LAB_CACHE")
