@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from .decoding import Decoding, leaks, stop_token_ids
-from .protocol import Completion, Engine, batch_seed, batches, score_batches
+import importlib
+from typing import Any
+
+from .decoding import Decoding, declared, leaks, stop_token_ids
+from .protocol import Completion, Engine, batch_seed, batches, complete, score_batches
+
+# name -> module that needs torch or transformers, imported on first use
+_LAZY = {
+    "CallableEngine": "callable_engine",
+    "TransformersEngine": "transformers_engine",
+    "engines_agree": "consistency",
+    "forward_logits": "padding",
+    "harmless_variants": "variants",
+    "padding_fault": "padding",
+    "prefix_consistency": "consistency",
+}
 
 __all__ = [
+    "CallableEngine",
     "Completion",
     "Decoding",
     "Engine",
+    "TransformersEngine",
     "batch_seed",
     "batches",
+    "complete",
+    "declared",
+    "engines_agree",
+    "forward_logits",
+    "harmless_variants",
     "leaks",
+    "padding_fault",
+    "prefix_consistency",
     "score_batches",
     "stop_token_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

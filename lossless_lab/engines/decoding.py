@@ -146,23 +146,38 @@ class Decoding:
         >>> Decoding.from_checkpoint({"do_sample": False, "temperature": 0.7}).greedy
         True
         """
-        declared = _declared(generation_config)
-        odd = [n for n in declared if n not in (*_OURS, "do_sample", "use_cache")]
-        odd = [n for n in odd if n != "cache_implementation"]
-        if odd:
+        stated = declared(generation_config)
+        known = (*_OURS, "do_sample", "use_cache", "cache_implementation")
+        if odd := [name for name in stated if name not in known]:
             raise ValueError(
-                f"`generation_config` sets {', '.join(f'{n}={declared[n]!r}' for n in odd)}, for "
+                f"`generation_config` sets {', '.join(f'{n}={stated[n]!r}' for n in odd)}, for "
                 "which Decoding has no field; write out a Decoding that leaves it out on purpose"
             )
-        fields = {name: declared[name] for name in _OURS if name in declared}
-        if declared.get("do_sample"):
+        fields = {name: stated[name] for name in _OURS if name in stated}
+        if stated.get("do_sample"):
             fields.setdefault("temperature", 1.0)
-            stated = _as_mapping(generation_config).get("top_k")
-            fields["top_k"] = _LIBRARY_TOP_K if stated is None else stated
+            top_k = _as_mapping(generation_config).get("top_k")
+            fields["top_k"] = _LIBRARY_TOP_K if top_k is None else top_k
         else:
             fields = {k: v for k, v in fields.items() if k == "repetition_penalty"}
         length = _as_mapping(generation_config).get("max_new_tokens")
         return cls(**({"max_new_tokens": length} if length else {}) | fields | overrides)
+
+
+def declared(generation_config: Any) -> dict[str, Any]:
+    """Fields that the checkpoint sets to something other than their neutral value.
+
+    Examples
+    --------
+    >>> declared({"repetition_penalty": 1.5, "temperature": 1.0, "eos_token_id": 2})
+    {'repetition_penalty': 1.5}
+    """
+    stated = _as_mapping(generation_config)
+    return {
+        name: stated[name]
+        for name, neutral in _NEUTRAL.items()
+        if stated.get(name) is not None and stated[name] != neutral
+    }
 
 
 def leaks(generation_config: Any, decoding: Decoding | None = None) -> Any:
@@ -191,7 +206,7 @@ def leaks(generation_config: Any, decoding: Decoding | None = None) -> Any:
     effective["do_sample"] = not decoding.greedy
     rows = [
         {"field": name, "effective": effective[name], "checkpoint": value}
-        for name, value in _declared(generation_config).items()
+        for name, value in declared(generation_config).items()
         if value != effective[name]
     ]
     return pd.DataFrame(rows, columns=["field", "effective", "checkpoint"], dtype=object)
@@ -224,16 +239,6 @@ def _as_mapping(generation_config: Any) -> Mapping[str, Any]:
     if config is None:
         return {}
     return config if isinstance(config, Mapping) else config.to_dict()
-
-
-def _declared(generation_config: Any) -> dict[str, Any]:
-    """Fields set by the checkpoint to something that is not neutral."""
-    stated = _as_mapping(generation_config)
-    return {
-        name: stated[name]
-        for name, neutral in _NEUTRAL.items()
-        if stated.get(name) is not None and stated[name] != neutral
-    }
 
 
 def _whole(name: str, value: Any, *, at_least: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .decoding import Decoding
@@ -56,6 +56,10 @@ class Engine(Protocol):
         """The manifest fields that this engine knows."""
         ...
 
+    def resolve(self, decoding: Decoding) -> Decoding:
+        """The same settings with the end ids filled in."""
+        ...
+
     def generate(
         self, prompts: Sequence[Sequence[int]], decoding: Decoding, *, seed: int
     ) -> list[Completion]:
@@ -92,6 +96,22 @@ def batch_seed(seed: int, batch_index: int) -> int:
 
     digest = hashlib.sha256(f"{seed}/{batch_index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], decoding: Decoding, *, start: int = 0
+) -> Iterator[tuple[int, list[Completion]]]:
+    """Batch after batch of all (prompt, sample) rows, prompt by prompt, as (index, completions).
+
+    The partition depends on the prompts, `n_samples` and `engine.batch_size` alone, and each
+    batch has a seed of its own, so that `start` may leave out any number of batches.
+    """
+    rows = [prompt for prompt in prompts for _ in range(decoding.n_samples)]
+    single = replace(decoding, n_samples=1)
+    for index, numbers in enumerate(batches(len(rows), engine.batch_size)):
+        if index >= start:
+            seed = batch_seed(decoding.seed, index)
+            yield index, engine.generate([rows[i] for i in numbers], single, seed=seed)
 
 
 def score_batches(

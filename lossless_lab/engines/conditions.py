@@ -1,0 +1,81 @@
+"""The conditions of one call: neutral settings, seed, threads, kernel; all put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import MinLengthLogitsProcessor
+
+_DRAFTING = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
+
+
+@contextlib.contextmanager
+def neutral_settings(*networks: Any) -> Iterator[None]:
+    """Generation configs that impose nothing, for every part of the networks that carries one.
+
+    `generate` fills each field left None from the checkpoint's config, so that config has to be
+    out of the way. How an assistant drafts is kept: that is no sampling setting.
+    """
+    parts = [module for network in networks for module in network.modules()]
+    owners = [(part, part.generation_config) for part in parts if "generation_config" in vars(part)]
+    try:
+        for part, config in owners:
+            drafting = {name: getattr(config, name, None) for name in _DRAFTING}
+            part.generation_config = GenerationConfig(**drafting)
+        yield
+    finally:
+        for part, config in owners:
+            part.generation_config = config
+
+
+@contextlib.contextmanager
+def kernels(network: Any, *, threads: int | None, attention: str | None) -> Iterator[None]:
+    """Intra-op threads and attention kernel; None leaves either as it is."""
+    threads_before, kernel_before = torch.get_num_threads(), network.config._attn_implementation
+    other_kernel = attention not in (None, kernel_before)
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if other_kernel:
+            network.set_attn_implementation(attention)
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(threads_before)
+        if other_kernel:
+            network.set_attn_implementation(kernel_before)
+
+
+@contextlib.contextmanager
+def random_state(network: Any, seed: int) -> Iterator[None]:
+    """Seed the generators that this network draws from, then put their states back."""
+    kind = network.device.type
+    if kind == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    devices = range(torch.get_device_module(kind).device_count())
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
+class ForcedTokens(MinLengthLogitsProcessor):
+    """Leaves one id per row and step; of this base class so that an assistant is not forced."""
+
+    def __init__(self, forced: torch.Tensor, width: int) -> None:
+        self.forced, self.width = forced, width
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        step = min(input_ids.shape[1] - self.width, self.forced.shape[1] - 1)
+        chosen = self.forced[:, step : step + 1].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
