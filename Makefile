@@ -59,7 +59,7 @@ calibrate: $(STAMP) ## simulate the stated error rates at full length
 
 pins: $(STAMP) ## write constraints.txt from what is installed now
 	@{ sed -n '/^#/p' constraints.txt; $(PY) -m pip freeze --all --exclude-editable \
-	  | sed '/^pip==/d; s/+[a-z0-9.]*$$//' | tr 'A-Z_' 'a-z-' | LC_ALL=C sort; } > constraints.new
+	  | sed '/^pip==/d; s/+[a-z0-9.]*$$//' | tr 'A-Z_' 'a-z-' | LC_ALL=C sort -t= -k1,1; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean: ## remove caches, not .venv and not fetched models
