@@ -18,7 +18,7 @@ from nbclient.exceptions import CellExecutionError
 from nbconvert.filters import strip_ansi
 from tqdm import tqdm
 
-from lossless_lab import paths
+from lossless_lab import models, paths
 from notebooks.cleaning import clean
 
 FOLDER = Path(__file__).resolve().parent
@@ -182,11 +182,23 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         from notebooks import report
 
-        results = report.make(chosen, given)
+        results = report.make(chosen, with_a_model(given))
     failed = {name: r for name, r in results.items() if isinstance(r, Exception)}
     for name, error in failed.items():
         print(f"\n{name} failed: {strip_ansi(str(error))}", file=sys.stderr)
     return int(bool(failed))
+
+
+def with_a_model(given: Mapping[str, object]) -> Mapping[str, object]:
+    """The parameters, with MODEL set to "tiny-target" where SmolLM2 is not to be had."""
+    if "MODEL" in given:
+        return given
+    try:
+        models.fetch("smollm2")
+    except (OSError, RuntimeError) as error:
+        print(f"SmolLM2 could not be fetched ({error}); going on with tiny-target.")
+        return {**given, "MODEL": "tiny-target"}
+    return given
 
 
 def literal(text: str) -> object:

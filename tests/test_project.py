@@ -1,5 +1,6 @@
 """Set-up files agree with each other and with what is installed; the wheel carries its data."""
 
+import ast
 import importlib.metadata as metadata
 import re
 import subprocess
@@ -87,6 +88,23 @@ def test_a_second_make_does_no_set_up(tmp_path):
         check=True,
     ).stdout
     assert "pip install" not in printed
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Nothing is leant on that only comes along with something else."""
+    declared = {canonicalize_name(Requirement(r).name) for r in metadata.requires("lossless-lab")}
+    owners = metadata.packages_distributions()
+    imported = set()
+    for folder in ("lossless_lab", "notebooks", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.split(".")[0])
+    others = {n: owners[n] for n in imported & set(owners) if n not in sys.stdlib_module_names}
+    others = {n: d for n, d in others.items() if not declared & set(map(canonicalize_name, d))}
+    assert not {n for n in others if n not in ("lossless_lab", "notebooks", "benchmarks")}
 
 
 def test_every_dependency_has_its_reason():
