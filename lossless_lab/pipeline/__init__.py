@@ -1,0 +1,8 @@
+"""THE QUESTION, is it lossless?, from subjects through triage and evidence to a verdict."""
+
+from __future__ import annotations
+
+from lossless_lab.pipeline.study import Study, check
+from lossless_lab.pipeline.subjects import EVIDENCE, Live, NotEvidence, Stored, as_subject
+
+__all__ = ["EVIDENCE", "Live", "NotEvidence", "Stored", "Study", "as_subject", "check"]

@@ -1,0 +1,164 @@
+"""Both sides' outputs on the same prompts, and how they compare, before anything is concluded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.engines.protocol import Completion
+from lossless_lab.numerical.noise import ulp_of
+from lossless_lab.numerical.tokens import TokenComparison, compare_tokens
+from lossless_lab.pipeline.subjects import Subject
+from lossless_lab.prompts import Prompt
+from lossless_lab.semantic.text import similarity
+from lossless_lab.statistical.divergences import divergences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Both sides' outputs and how they compare, before anything is concluded.
+
+    Parameters
+    ----------
+    prompts, decoding : what was asked, and how.
+    reference, candidate : completions of either side, prompt by prompt, sample by sample.
+    tokens : the outputs compared.
+    positions : one row per position whose laws were at hand: the columns of `divergences`, and
+        sample_index, bitwise_equal and ulp (of the reference's top logit).
+    undefined : (prompt_id, position, side, reason) where logits are no law (NaN, inf).
+    logits : (prompt_id, sample_index) -> both sides' logits, kept only where asked for.
+    """
+
+    prompts: tuple[Prompt, ...]
+    decoding: Decoding
+    reference: tuple[Completion, ...]
+    candidate: tuple[Completion, ...]
+    tokens: TokenComparison
+    positions: pd.DataFrame
+    undefined: tuple[tuple[str, int, str, str], ...]
+    logits: Mapping[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def without_logits(self) -> Evidence:
+        """The same without what is large."""
+        own = tuple(replace(c, logits=None) for c in self.candidate)
+        return replace(self, candidate=own, logits={})
+
+
+def gather(
+    reference: Subject,
+    candidate: Subject,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    *,
+    decodings: tuple[Decoding, Decoding],
+) -> Evidence:
+    """Run the candidate and compare it with the reference's `completions`.
+
+    Laws are compared along the reference's own outputs, so that both sides see the same contexts;
+    a stored candidate has them up to its first divergence only.
+
+    Parameters
+    ----------
+    completions : the reference's, prompt by prompt, sample by sample, with logits where it has any.
+    decodings : the reference's and the candidate's, which may differ in their end ids.
+    """
+    decoding = decodings[0]
+    own = candidate.complete(prompts, decodings[1])
+    keys = [(p.id, i) for p in prompts for i in range(decoding.n_samples)]
+    scored = candidate.along(own, [c.output_ids for c in completions])
+    dtypes = [dtype_of(side, decoding, prompts) for side in (reference, candidate)]
+    frames, undefined, logits = [], [], {}
+    for key, c, theirs in zip(keys, completions, scored, strict=True):
+        if c.logits is None or theirs is None:
+            continue
+        logits[key] = (c.logits[: len(theirs)], theirs[: len(c.logits)])
+        found = divergences(
+            *logits[key],
+            prompt_id=key[0],
+            token_ids=c.output_ids[: len(logits[key][0])],
+            temperature=decoding.temperature or 1.0,
+        )
+        undefined += [(key[0], *rest) for rest in found.undefined]
+        frames.append(_with_bits(found.frame, *logits[key], dtypes[0]).assign(sample_index=key[1]))
+    tokens = compare_tokens(
+        _records(keys, completions),
+        _records(keys, own),
+        laws=logits.get,
+        dtype=max(dtypes, key=lambda name: torch.finfo(getattr(torch, name)).eps),
+        reference_stop_ids=decoding.stop_token_ids,
+        candidate_stop_ids=decodings[1].stop_token_ids,
+    )
+    return Evidence(
+        prompts=tuple(prompts),
+        decoding=decoding,
+        reference=tuple(completions),
+        candidate=tuple(own),
+        tokens=tokens,
+        positions=pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(),
+        undefined=tuple(undefined),
+        logits=logits,
+    )
+
+
+def supporting(evidence: Evidence) -> dict[str, Any]:
+    """Figures that decide nothing: exact share, text similarity, speed."""
+    pairs = list(zip(evidence.reference, evidence.candidate, strict=True))
+    found: dict[str, Any] = {
+        "exact share": evidence.tokens.exact_share,
+        "mean text similarity": float(np.mean([similarity(a.text, b.text) for a, b in pairs])),
+    }
+    speeds = [tokens_per_second(side) for side in (evidence.reference, evidence.candidate)]
+    if None not in speeds:
+        found |= {"tokens/s": speeds[1], "speed-up": speeds[1] / speeds[0]}
+    return found
+
+
+def tokens_per_second(completions: Sequence[Completion]) -> float | None:
+    """Output tokens over wall time, the first batch left out as warm-up where there are others."""
+    if any("batch_ms" not in c.timings for c in completions):
+        return None
+    first = int(completions[0].timings["batch_rows"])
+    counted = completions[first:] or completions
+    ms = sum(c.timings["batch_ms"] / c.timings["batch_rows"] for c in counted)
+    return 1e3 * sum(len(c.output_ids) for c in counted) / ms
+
+
+def dtype_of(subject: Subject, decoding: Decoding, prompts: Sequence[Prompt]) -> str:
+    """Compute dtype of a subject, float32 where it does not tell."""
+    if subject.network is not None:
+        return str(next(subject.network.parameters()).dtype).removeprefix("torch.")
+    named = str(subject.facts(decoding, prompts).get("dtype", ""))
+    return named if named in ("bfloat16", "float16", "float64") else "float32"
+
+
+def _with_bits(
+    frame: pd.DataFrame, reference: torch.Tensor, candidate: torch.Tensor, dtype: str
+) -> pd.DataFrame:
+    same = (reference == candidate) | (reference.isnan() & candidate.isnan())
+    top = reference.amax(-1).double().numpy()
+    return frame.assign(bitwise_equal=same.all(-1).numpy(), ulp=ulp_of(top, dtype))
+
+
+def _records(
+    keys: Sequence[tuple[str, int]], completions: Sequence[Completion]
+) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            prompt_ids=c.prompt_ids,
+            output_ids=c.output_ids,
+            text=c.text,
+            finish_reason=c.finish_reason,
+        )
+        for (prompt_id, sample_index), c in zip(keys, completions, strict=True)
+    ]

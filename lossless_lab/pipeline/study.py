@@ -1,0 +1,310 @@
+"""The one question: is this candidate lossless against this reference? `check` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from lossless_lab import runs
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.engines.protocol import Completion
+from lossless_lab.numerical.layers import compare_layers
+from lossless_lab.numerical.noise import NoiseFloor
+from lossless_lab.optimizations import Optimization, find
+from lossless_lab.pipeline import answers, triage
+from lossless_lab.pipeline.asked import decoding_for, prompts_for, require_memory
+from lossless_lab.pipeline.causes import cause
+from lossless_lab.pipeline.controls import measured_floor
+from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, supporting
+from lossless_lab.pipeline.subjects import Live, Stored, Subject, as_subject
+from lossless_lab.statistical.divergences import distribution
+from lossless_lab.verdict import Verdict, uniform
+
+DIFFERENCE_COLUMNS = ["field", "reference", "candidate", "kind"]
+JUDGED = ("1a", "1b", "1c", "2")
+
+
+def check(
+    reference: Any,
+    candidate: Any,
+    prompts: Any = None,
+    *,
+    decoding: Decoding | None = None,
+    tokenizer: Any = None,
+    margins: Mapping[str, float] | None = None,
+    floor: NoiseFloor | None = None,
+    n_variants: int = 4,
+    under_test: Sequence[str] = (),
+    progress: bool = True,
+) -> Verdict:
+    """Is `candidate` lossless against `reference` on these prompts, and at which levels?
+
+    Parameters
+    ----------
+    reference, candidate : models, modules, engines, functions from ids [1, n] to logits, run
+        folders or .safetensors files of logits. `candidate` may also be a catalogue entry or its
+        name, which is then applied to the reference's model.
+    prompts : path of a prompt file, texts, id lists or Prompts; by default those of the stored
+        side, else the bundled evaluation set.
+    decoding : how tokens are chosen; greedy, 32 new tokens by default.
+    tokenizer : for modules and functions, which bring none.
+    margins : {"1b": share of prompts, "2": mean total variation}, over the defaults.
+    floor : a noise floor measured before; by default it is measured where the logits differ.
+    n_variants : harmless variants that set the floor (19 for a 5 % rule).
+    under_test : manifest fields that may differ besides those the entry changes.
+    progress : show what is being done.
+
+    Returns
+    -------
+    Verdict
+        INVALID, with the difference named, where the two sides were not asked the same thing.
+
+    Raises
+    ------
+    ValueError
+        For input that is no subject, unknown names, prompts that do not fit the model.
+    """
+    candidate = _applied(candidate, reference)
+    if prompts is None and _is_stored(candidate):
+        candidate = as_subject(candidate)
+        prompts = candidate.prompts
+    study = Study(
+        reference,
+        prompts,
+        decoding=decoding,
+        tokenizer=tokenizer,
+        margins=margins,
+        floor=floor,
+        n_variants=n_variants,
+        progress=progress,
+    )
+    return study.add(candidate, under_test=under_test)
+
+
+class Study:
+    """One reference against several candidates; its outputs and floors are made once.
+
+    Answers `panels.compare`'s questions for all of them where `keep_logits` is set; that takes
+    prompts × tokens × vocab_size × 4 bytes per side. The other parameters are `check`'s.
+    """
+
+    def __init__(
+        self,
+        reference: Any,
+        prompts: Any = None,
+        *,
+        decoding: Decoding | None = None,
+        tokenizer: Any = None,
+        margins: Mapping[str, float] | None = None,
+        floor: NoiseFloor | None = None,
+        n_variants: int = 4,
+        keep_logits: bool = False,
+        progress: bool = True,
+    ) -> None:
+        self.reference = as_subject(reference, tokenizer=tokenizer)
+        self.decoding = decoding_for(self.reference, decoding)
+        self.asked = prompts_for(self.reference, prompts, tokenizer)
+        self.verdicts: dict[str, Verdict] = {}
+        self.evidence: dict[str, Evidence] = {}
+        self.subjects: dict[str, Subject] = {}
+        self._decoding, self._tokenizer, self._margins = decoding, tokenizer, dict(margins or {})
+        self._given_floor, self._n_variants = floor, n_variants
+        self._keep, self._progress = keep_logits, progress
+        self._floors: dict[tuple[str, ...], NoiseFloor | None] = {}
+        self._layers: dict[tuple[str, str], pd.DataFrame] = {}
+
+    @cached_property
+    def completions(self) -> list[Completion]:
+        """The reference's outputs."""
+        require_memory(self.reference, self.asked, self.decoding)
+        return self.reference.complete(self.asked, self.decoding)
+
+    def add(self, candidate: Any, *, name: str = "", under_test: Sequence[str] = ()) -> Verdict:
+        """Compare one more candidate and keep its verdict under its name."""
+        candidate = _applied(candidate, self.reference)
+        subject = as_subject(candidate, name=name, tokenizer=self._tokenizer_of_reference)
+        with tqdm(total=None, disable=not self._progress, desc=subject.name, leave=False) as bar:
+            verdict = self._verdict(subject, tuple(under_test), bar.set_postfix_str)
+        self.subjects[subject.name] = subject
+        self.verdicts[subject.name] = verdict
+        return verdict
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per candidate: the word of each level, and what supports it."""
+        rows = []
+        for name, verdict in self.verdicts.items():
+            words = {a.level: a.word for a in verdict.answers}
+            rows.append(
+                {"candidate": name, **words, **verdict.supporting, "witness": verdict.witness}
+            )
+        return pd.DataFrame(rows)
+
+    # What `panels.compare` asks for.
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(reference, candidate) pairs whose logits were kept."""
+        return [(self.reference.name, name) for name, e in self.evidence.items() if e.logits]
+
+    def prompts(self, pair: tuple[str, str]) -> list[str]:
+        """Ids of the prompts that both sides answered."""
+        return [name for name, sample in self.evidence[pair[1]].logits if sample == 0]
+
+    def frames(self, pair: tuple[str, str], prompt_id: str) -> dict[str, pd.DataFrame]:
+        """Divergences by position and, where both sides have layers, their drift."""
+        positions = self.evidence[pair[1]].positions
+        here = (positions["prompt_id"] == prompt_id) & (positions["sample_index"] == 0)
+        frames = {"divergences": positions[here].reset_index(drop=True)}
+        layers = self.layers(pair, prompt_id)
+        return frames if layers is None else frames | {"layers": layers}
+
+    def layers(self, pair: tuple[str, str], prompt_id: str) -> pd.DataFrame | None:
+        """Drift of the residual stream over prompt and output, None where it cannot be seen."""
+        networks = [self.reference.network, self.subjects[pair[1]].network]
+        if None in networks or self.subjects[pair[1]].compiled:
+            return None
+        key = (pair[1], prompt_id)
+        if key not in self._layers:
+            completion = self._completion(prompt_id)
+            ids = torch.tensor([completion.prompt_ids + completion.output_ids[:-1]])
+            self._layers[key] = compare_layers(*networks, ids).to_frame()
+        return self._layers[key]
+
+    def distribution(
+        self, pair: tuple[str, str], prompt_id: str, position: int, *, k: int | None = 20
+    ) -> pd.DataFrame:
+        """Both laws at one position of one prompt."""
+        reference, candidate = self.evidence[pair[1]].logits[prompt_id, 0]
+        tokenizer = self._tokenizer_of_reference
+        decode = None if tokenizer is None else tokenizer.decode
+        return distribution(reference[position], candidate[position], tokenizer_decode=decode, k=k)
+
+    def verdict(self, pair: tuple[str, str]) -> str:
+        """The verdict in one sentence."""
+        return self.verdicts[pair[1]].sentence
+
+    @property
+    def _tokenizer_of_reference(self) -> Any:
+        return (
+            getattr(getattr(self.reference, "engine", None), "tokenizer", None) or self._tokenizer
+        )
+
+    def _completion(self, prompt_id: str) -> Completion:
+        index = [p.id for p in self.asked].index(prompt_id)
+        return self.completions[index * self.decoding.n_samples]
+
+    def _verdict(
+        self, candidate: Subject, under_test: tuple[str, ...], progress: Callable[[str], Any]
+    ) -> Verdict:
+        entry = candidate.optimization
+        allowed = (*under_test, *(entry.changes if entry else ()))
+        decoding = decoding_for(candidate, self._decoding, like=self.decoding)
+        sides = {"reference": self.reference.name, "candidate": candidate.name}
+        rows = runs.differences(
+            self.reference.facts(self.decoding, self.asked),
+            candidate.facts(decoding, self.asked),
+        )
+        kept = {"differences": tuple(map(tuple, rows[DIFFERENCE_COLUMNS].astype(str).to_numpy()))}
+        if not candidate.intact:
+            return uniform("INVALID", "applying the entry changed the reference itself", **sides)
+        if problem := triage.vocabularies_differ(rows):
+            return uniform("INVALID", problem, **sides, **kept)
+        if problem := triage.not_comparable(rows, allowed):
+            problem += self._anyway(candidate, decoding)
+            return uniform("INVALID", problem, **sides, **kept)
+        before = triage.state(self.reference)
+        progress("witness")
+        witness = triage.witness(candidate, self.asked, decoding)
+        if witness == "":
+            why = f"{candidate.name} left no trace of having run"
+            return uniform("VACUOUS", why, witness="none", **sides, **kept)
+        progress("outputs")
+        evidence = self._gather(candidate, decoding)
+        floor = None
+        if len(evidence.positions) and not evidence.positions["bitwise_equal"].all():
+            floor = self._floor(allowed, progress)
+        if triage.state(self.reference) != before:
+            why = "the reference's weights or logits changed while the candidate ran"
+            return uniform("INVALID", why, witness=witness, **sides, **kept)
+        self.evidence[candidate.name] = evidence if self._keep else evidence.without_logits()
+        found = self._concluded(candidate, evidence, floor, progress)
+        return Verdict(witness=witness, **found, **kept, **sides)
+
+    def _floor(self, allowed: tuple[str, ...], progress: Callable[[str], Any]) -> NoiseFloor | None:
+        if self._given_floor is not None or not isinstance(self.reference, Live):
+            return self._given_floor
+        if allowed not in self._floors:
+            self._floors[allowed] = measured_floor(
+                self.reference,
+                self.completions,
+                under_test=allowed,
+                n_variants=self._n_variants,
+                progress=progress,
+            )
+        return self._floors[allowed]
+
+    def _gather(self, candidate: Subject, decoding: Decoding) -> Evidence:
+        return gather(
+            self.reference,
+            candidate,
+            self.asked,
+            self.completions,
+            decodings=(self.decoding, decoding),
+        )
+
+    def _anyway(self, candidate: Subject, decoding: Decoding) -> str:
+        """How stored outputs compare all the same, which costs nothing to say."""
+        if not (isinstance(self.reference, Stored) and isinstance(candidate, Stored)):
+            return ""
+        try:
+            return f" (outputs compared all the same: {self._gather(candidate, decoding).tokens})"
+        except ValueError:
+            return ""
+
+    def _concluded(
+        self, candidate: Subject, evidence: Evidence, floor: NoiseFloor | None, progress: Callable
+    ) -> dict[str, Any]:
+        """Answers, cause, supporting figures and frames of a verdict."""
+        dtypes = [dtype_of(s, self.decoding, self.asked) for s in (self.reference, candidate)]
+        margins = answers.default_margins(tuple(dtypes)) | self._margins
+        positions = evidence.positions
+        proven = len(positions) > 0 and bool(positions["bitwise_equal"].all())
+        given = (
+            answers.bitwise(positions),
+            answers.token_ids(evidence.tokens, proven, margins["1b"]),
+            answers.within_floor(positions, proven, floor),
+            answers.distribution(positions, proven, margins["2"]),
+            answers.task_quality(),
+        )
+        why = cause(self.reference, candidate, evidence, given, floor, progress)
+        figures = supporting(evidence)
+        if entry := candidate.optimization:
+            lengths = [len(c.output_ids) for c in evidence.candidate]
+            rows = [int(c.timings.get("batch_rows", 1)) for c in evidence.candidate]
+            exercised = entry.exercised(lengths, rows)
+            figures["exercised"] = f"{exercised} of {sum(lengths)} positions"
+            if exercised == 0:
+                given = answers.demoted(given, "NOT EXERCISED", JUDGED)
+                why = f"no judged position depended on {candidate.name}"
+        frames = {"tokens": evidence.tokens.frame, "positions": positions}
+        if floor is not None:
+            frames["noise_floor"] = floor.to_frame()
+        return {"answers": given, "cause": why, "supporting": figures, "evidence": frames}
+
+
+def _applied(candidate: Any, reference: Any) -> Any:
+    if isinstance(candidate, str) and not Path(candidate).exists():
+        candidate = find(candidate)
+    if not isinstance(candidate, Optimization):
+        return candidate
+    engine = getattr(reference, "engine", reference)
+    return candidate.apply(getattr(engine, "model", engine))
+
+
+def _is_stored(candidate: Any) -> bool:
+    return isinstance(candidate, Stored | runs.Run | str | Path)

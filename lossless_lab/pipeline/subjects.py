@@ -1,0 +1,287 @@
+"""What can be compared: each kind of subject as completions and logits, prompt by prompt.
+
+A live subject (engine, model, candidate, function) answers anew; a stored one (run folder, file of
+logits) answers from what it holds, and so limits what can be claimed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lossless_lab import runs
+from lossless_lab.engines.callable_engine import CallableEngine
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.engines.protocol import Completion, batches, complete
+from lossless_lab.engines.transformers_engine import TransformersEngine
+from lossless_lab.models import Model
+from lossless_lab.optimizations import Candidate, Optimization
+from lossless_lab.prompts import Prompt
+
+EVIDENCE = ("text", "ids", "top-k logprobs", "full logits", "modules")
+
+
+class NotEvidence(ValueError):
+    """What was handed in cannot be compared; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """An engine that answers anew.
+
+    Parameters
+    ----------
+    name : what reports call it.
+    engine : the engine; keeps its logits.
+    optimization : the catalogue entry that made it, if any.
+    intact : False where applying the entry changed the network it was applied to.
+    """
+
+    name: str
+    engine: Any
+    optimization: Optimization | None = None
+    intact: bool = True
+
+    @property
+    def evidence(self) -> str:
+        return "full logits" if self.network is None else "modules"
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The network, where there is one to look into."""
+        return getattr(self.engine, "network", None)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether someone wrapped the network by `torch.compile(network)`."""
+        return isinstance(self.network, torch._dynamo.eval_frame.OptimizedModule)
+
+    def facts(self, decoding: Decoding, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Manifest fields of this side."""
+        name = self.optimization.name if self.optimization else "none"
+        return runs.facts(self.engine, prompts, decoding, optimization=name)
+
+    def complete(self, prompts: Sequence[Prompt], decoding: Decoding) -> list[Completion]:
+        """Completions of all prompts, sample by sample, in the engine's own batches."""
+        if unknown := [p.id for p in prompts if p.ids is None]:
+            raise NotEvidence(f"token ids of prompt {unknown[0]!r} are not known; give `prompts`")
+        ids = [prompt.ids for prompt in prompts]
+        return [c for _, rows in complete(self.engine, ids, decoding) for c in rows]
+
+    def along(
+        self, own: Sequence[Completion], given: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor | None]:
+        """Logits [n, vocab_size] along `given` outputs; `own` ones are used where they serve."""
+        found: list[torch.Tensor | None] = []
+        for rows in batches(len(own), self.engine.batch_size):
+            if all(own[i].output_ids == tuple(given[i]) for i in rows):
+                found += [own[i].logits for i in rows]
+            else:
+                inputs = [own[i].prompt_ids for i in rows]
+                found += self.engine.score(inputs, [given[i] for i in rows])
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Completions and logits that were written down.
+
+    Parameters
+    ----------
+    name : what reports call it.
+    completions : (prompt id, sample index) -> completion, its logits where they were kept.
+    manifest : manifest fields, empty for a bare file of logits.
+    """
+
+    name: str
+    completions: Mapping[tuple[str, int], Completion]
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    optimization: None = None
+    intact: bool = True
+    network: None = None
+    compiled: bool = False
+
+    @property
+    def evidence(self) -> str:
+        held = list(self.completions.values())
+        if all(c.logits is not None for c in held):
+            return "full logits"
+        if all(c.output_ids is not None for c in held):
+            return "top-k logprobs" if all(c.top_logprobs for c in held) else "ids"
+        return "text"
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts that were answered, in order."""
+        firsts = {name: c.prompt_ids for (name, sample), c in self.completions.items()}
+        return [
+            Prompt(id=name, ids=ids) if ids else Prompt(id=name, text="unknown")
+            for name, ids in firsts.items()
+        ]
+
+    @property
+    def decoding(self) -> Decoding | None:
+        """How it was decoded; for a bare file only the number of samples is known."""
+        n_samples = 1 + max(sample for _, sample in self.completions)
+        return self.manifest.get("decoding") or Decoding(n_samples=n_samples)
+
+    def facts(self, decoding: Decoding, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Manifest fields as they were written."""
+        return dict(self.manifest)
+
+    def complete(self, prompts: Sequence[Prompt], decoding: Decoding) -> list[Completion]:
+        """The stored completions of these prompts."""
+        keys = [(p.id, sample) for p in prompts for sample in range(decoding.n_samples)]
+        missing = [f"{name} (sample {sample})" for name, sample in keys if (name, sample) not in
+                   self.completions]  # fmt: skip
+        if missing:
+            raise NotEvidence(f"{self.name} holds no output of {', '.join(missing[:5])}")
+        return [self.completions[key] for key in keys]
+
+    def along(
+        self, own: Sequence[Completion], given: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor | None]:
+        """Stored logits up to and including the first position where the outputs part."""
+        return [
+            None if c.logits is None else c.logits[: shared_positions(c.output_ids, ids)]
+            for c, ids in zip(own, given, strict=True)
+        ]
+
+
+Subject = Live | Stored
+
+
+def shared_positions(a: Sequence[int], b: Sequence[int]) -> int:
+    """Positions with the same context on both sides: the common prefix, and one more.
+
+    >>> shared_positions([1, 2, 3], [1, 9, 3])
+    2
+    """
+    n = min(len(a), len(b))
+    return next((i + 1 for i in range(n) if a[i] != b[i]), n)
+
+
+def as_subject(given: Any, *, name: str = "", tokenizer: Any = None) -> Subject:
+    """Turn whatever a user holds into a subject.
+
+    Parameters
+    ----------
+    given : a subject, an engine, models.Model, optimizations.Candidate, module, run folder (path or
+        Run), file of logits (.safetensors), or a function from ids [1, n] to logits.
+    name : what reports call it; by default something that fits.
+    tokenizer : decodes outputs where `given` brings none.
+
+    Raises
+    ------
+    NotEvidence
+        For anything else, or a file that lacks its ids.
+    """
+    if isinstance(given, Live | Stored):
+        return given
+    if isinstance(given, Candidate):
+        engine = TransformersEngine(
+            given.model,
+            tokenizer=getattr(given.model, "tokenizer", tokenizer),
+            keep_logits=True,
+            **given.settings,
+        )
+        return Live(
+            name=name or given.name,
+            engine=engine,
+            optimization=given.optimization,
+            intact=given.reference_intact,
+        )
+    if isinstance(given, Model | nn.Module):
+        engine = TransformersEngine(
+            given, tokenizer=getattr(given, "tokenizer", tokenizer), keep_logits=True
+        )
+        return Live(name=name or _name_of(given), engine=engine)
+    if isinstance(given, TransformersEngine):
+        return Live(name=name or _name_of(given.model), engine=replace(given, keep_logits=True))
+    if hasattr(given, "generate") and hasattr(given, "score"):
+        return Live(name=name or type(given).__name__, engine=given)
+    if isinstance(given, runs.Run | str | Path):
+        return _stored(given, name)
+    if isinstance(given, Callable):
+        label = name or getattr(given, "__name__", "callable")
+        return Live(
+            name=label, engine=CallableEngine(function=given, name=label, tokenizer=tokenizer)
+        )
+    raise NotEvidence(
+        "a subject must be an engine, a model, a candidate, a module, a run folder, a .safetensors "
+        f"file of logits or a function from ids to logits; got {type(given).__name__}"
+    )
+
+
+def _stored(given: runs.Run | str | Path, name: str) -> Stored:
+    """A run folder, a .safetensors file of logits or a text file with one output per line."""
+    if not isinstance(given, runs.Run):
+        path = Path(given)
+        if path.suffix in (".npy", ".npz"):
+            raise NotEvidence(
+                f"{path.name}: logits need the ids they belong to beside them; write a "
+                ".safetensors file with logits/<prompt_id> and ids/<prompt_id>"
+            )
+        if path.suffix == ".safetensors":
+            return Stored(name=name or path.stem, completions=_from_logits(path))
+        if path.is_file():
+            return _from_text(path, name)
+        given = runs.Run(path)
+    completions = {}
+    for r in given.records:
+        kept = given.logits(r.prompt_id, r.sample_index)
+        completions[r.prompt_id, r.sample_index] = Completion(
+            prompt_ids=r.prompt_ids or (),
+            output_ids=r.output_ids,
+            text=r.text,
+            finish_reason=r.finish_reason,
+            logprobs=r.logprobs,
+            top_logprobs=r.top_logprobs,
+            timings=r.timings,
+            logits=None if kept is None else kept[1],
+        )
+    if not completions:
+        raise NotEvidence(f"{given.folder.name} holds no outputs")
+    manifest = {n: getattr(given.manifest, n) for n in type(given.manifest).model_fields}
+    return Stored(name=name or given.folder.name, completions=completions, manifest=manifest)
+
+
+def _from_logits(path: Path) -> dict[tuple[str, int], Completion]:
+    found = {}
+    with safe_open(path, framework="pt") as file:
+        keys = set(file.keys())
+        for key in sorted(k for k in keys if k.startswith("logits/")):
+            prompt_id = key.removeprefix("logits/")
+            if f"ids/{prompt_id}" not in keys:
+                raise NotEvidence(f"{path.name} holds {key} but no ids/{prompt_id}")
+            logits, ids = file.get_tensor(key), file.get_tensor(f"ids/{prompt_id}").tolist()
+            if logits.ndim != 2 or len(logits) != len(ids):
+                raise NotEvidence(
+                    f"{path.name}: {key} must be [{len(ids)}, vocab_size], one row per id; got "
+                    f"{tuple(logits.shape)}"
+                )
+            stem, _, sample = prompt_id.partition("#")
+            found[stem, int(sample or 0)] = Completion(
+                prompt_ids=(), output_ids=tuple(ids), text="", finish_reason=None, logits=logits
+            )
+    if not found:
+        raise NotEvidence(f"{path.name} holds no logits/<prompt_id>")
+    return found
+
+
+def _from_text(path: Path, name: str) -> Stored:
+    with tempfile.TemporaryDirectory() as folder:
+        return _stored(runs.import_text(path, Path(folder, path.stem)), name or path.name)
+
+
+def _name_of(model: Any) -> str:
+    network = getattr(model, "network", model)
+    dtype = str(getattr(network, "dtype", "")).removeprefix("torch.")
+    return f"{getattr(model, 'name', type(network).__name__)} {dtype}".strip()
