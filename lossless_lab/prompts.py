@@ -235,9 +235,10 @@ def _with_ids(prompt: Prompt, model, templated: bool) -> Prompt:
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
+            tokenizer_kwargs={"verbose": False},
         )
     else:
-        ids = model.tokenizer(prompt.text)["input_ids"]
+        ids = model.tokenizer(prompt.text, verbose=False)["input_ids"]  # we check the length
     if not ids:
         raise ValueError(f"prompt {prompt.id!r}: `text` gives no tokens; received {prompt.text!r}")
     refuse_second_bos(ids, model.tokenizer.bos_token_id, place=f"prompt {prompt.id!r}")

@@ -298,3 +298,20 @@ def test_hash_depends_on_names_contents_and_order_only():
 def test_a_set_of_prompts_cannot_be_changed_afterwards():
     with pytest.raises(ValueError, match="frozen"):
         Prompt(id="a", text="x").text = "y"
+
+
+def test_a_long_text_raises_no_alarm_of_the_tokenizer(caplog):
+    for template in (None, TEMPLATE):
+        tokenizer = byte_tokenizer(template)
+        tokenizer.model_max_length = 4
+        prompts.tokenize([Prompt(id="a", text="longer than four")], model_of(tokenizer))
+    assert "maximum sequence length" not in caplog.text
+
+
+def test_on_the_tiny_pair_only_long_chinese_items_exceed_the_context(tiny_draft):
+    with pytest.warns(PromptsLeftOut, match="6 of 72 prompts have more than 992 tokens"):
+        kept = prompts.tokenize(prompts.read(), tiny_draft, max_prompt_tokens=1024 - 32)
+    assert {p.id for p in prompts.read()} - {p.id for p in kept} == {
+        f"long-zh-{i}" for i in range(1, 7)
+    }
+    assert not any(p.templated for p in kept)
