@@ -1,0 +1,177 @@
+"""What an engine reserves for a geometry: the rules that all engines share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from lossless_lab.kv_cache.configs import CannotEstimate
+from lossless_lab.kv_cache.formats import FORMATS, Format
+from lossless_lab.kv_cache.geometry import Geometry, Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a cache: so many sequences of so many tokens, in these formats."""
+
+    seq_len: int  # tokens per sequence; an array in a sweep
+    n_sequences: int
+    key_format: Format
+    value_format: Format
+    encoder_len: int | None = None
+    state_dtype: str | None = None
+    tensor_parallel: int = 1
+    num_beams: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One kind of layer: what it reserves on one GPU, and what of that the tokens need."""
+
+    kind: str
+    n_layers: int
+    row_bytes: int  # of one token in one layer; of one sequence for a state
+    cells: int  # token slots over all sequences; sequences for a state
+    bytes: int
+    stored_bytes: int
+    bytes_per_token: int  # what one more token of one sequence adds
+    widths: str = ""
+
+    @property
+    def formula(self) -> str:
+        """The product behind `bytes`, and what an engine's rounding made of it."""
+        unit = "sequences" if self.kind == "state" else "cells"
+        product = self.n_layers * self.row_bytes * self.cells
+        text = f"{self.n_layers} layers x {self.row_bytes:,} B{self.widths} x {self.cells:,} {unit}"
+        return text if product == self.bytes else f"({text}: {self.bytes:,} B)"
+
+
+def ceil_to(n, multiple):
+    """n rounded up to a multiple; works on arrays too."""
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocator:
+    """Exactly what the tokens need, no rounding: the formula of papers and model cards."""
+
+    name: ClassVar[str] = "stored"
+    source: ClassVar[str] = "closed form"
+    flags: ClassVar[dict[str, str]] = {}  # launch flags that set a field
+    state_format: ClassVar[str | None] = "float32"  # of recurrent states; None: the cache's dtype
+    version: str = ""
+    key_dtype: str | None = None  # where a launch flag sets it
+    value_dtype: str | None = None
+
+    def cells(self, layer: Layer, request: Request):
+        """Token slots that one such layer reserves, over all sequences."""
+        return request.n_sequences * self.tokens(layer, request)
+
+    def tokens(self, layer: Layer, request: Request):
+        """Tokens that one sequence needs in such a layer."""
+        if layer.kind == "cross":
+            return self.encoder_tokens(request)
+        if layer.window is None:
+            return request.seq_len
+        return np.minimum(request.seq_len, layer.window)
+
+    def encoder_tokens(self, request):
+        """Encoder positions, which the request must state where the config does not."""
+        if request.encoder_len is None:
+            raise CannotEstimate(
+                "the model has cross-attention layers; `encoder_len` must say how many encoder"
+                " (or image) positions they hold"
+            )
+        return request.encoder_len
+
+    def widths(self, layer: Layer) -> tuple[int, int, int]:
+        """Heads, key width and value width as this engine lays them out."""
+        return layer.n_kv_heads, layer.key_dim, layer.value_dim
+
+    def row_bytes(self, layer: Layer, request: Request, n_heads: int) -> int:
+        """Bytes of one token in one such layer on one GPU."""
+        heads, key_dim, value_dim = self.widths(layer)
+        heads = shard(heads, request.tensor_parallel, n_heads, layer.kind)
+        key, value = request.key_format, request.value_format
+        if layer.kind == "indexer" and key.block > 1:
+            key = FORMATS["float16"]
+        if layer.expanded and heads == 1 and key.name == "fp8_ds_mla":
+            return layer.key_dim + layer.key_dim // 128 * 4 + 2 * layer.value_dim
+        if layer.expanded and heads == 1:
+            value = key  # latent and rope are one vector, in one format
+        return key.row_bytes(heads, key_dim) + value.row_bytes(heads, value_dim)
+
+    def columns(self, kernel: int, layer: Layer) -> int:
+        """Columns kept of a causal convolution: what the next token needs."""
+        return kernel - 1
+
+    def slots(self, request: Request) -> int:
+        """Sequences for which states are held."""
+        return request.n_sequences
+
+    def state_bytes(self, layer: Layer, request: Request) -> int:
+        """Bytes of one layer's states for one sequence on one GPU."""
+        total = 0
+        model = request.key_format if request.key_format.bits in (16, 32, 64) else FORMATS["bf16"]
+        for state in layer.states:
+            dtype = request.state_dtype or self.state_dtype(state)
+            size = FORMATS[dtype].block_bytes if dtype else model.block_bytes
+            columns = self.columns(state.shape[-1], layer) if state.name == "conv" else 0
+            elements = state.elements(columns=columns, tensor_parallel=request.tensor_parallel)
+            total += int(elements * size)
+        return total
+
+    def state_dtype(self, state) -> str | None:
+        """The state's dtype, None for the model's."""
+        return self.state_format if state.name == "recurrent" else None
+
+    def parts(self, geometry: Geometry, request: Request) -> list[Part]:
+        """Everything reserved, one part per kind of layer and width."""
+        groups = Counter(replace(layer, index=0) for layer in geometry.layers)
+        return [self.part(layer, n, geometry, request) for layer, n in groups.items()]
+
+    def part(self, layer: Layer, n_layers: int, geometry: Geometry, request: Request) -> Part:
+        """What `n_layers` layers of this kind reserve."""
+        state = layer.kind == "state"
+        if state:
+            row, cells, needed = self.state_bytes(layer, request), self.slots(request), 1
+        else:
+            row = self.row_bytes(layer, request, geometry.n_heads)
+            cells, needed = self.cells(layer, request), Allocator.tokens(self, layer, request)
+        grows = not state and layer.kind != "cross"
+        grows = grows and (layer.window is None or request.seq_len < layer.window)
+        return Part(
+            kind=layer.kind,
+            n_layers=n_layers,
+            row_bytes=row,
+            cells=cells,
+            bytes=n_layers * row * cells,
+            stored_bytes=n_layers * row * needed * request.n_sequences,
+            bytes_per_token=n_layers * row * grows,
+            widths="" if state else " ({} x ({} + {}))".format(*self.widths(layer)),
+        )
+
+
+def shard(kv_heads: int, tensor_parallel: int, n_heads: int, kind: str) -> int:
+    """KV heads on one GPU: divided, or replicated where there are fewer heads than GPUs.
+
+    Examples
+    --------
+    >>> [shard(8, tp, 64, "full") for tp in (1, 4, 16)]
+    [8, 2, 1]
+    """
+    if tensor_parallel == 1 or kv_heads == 1:
+        return kv_heads  # MQA and MLA's latent are whole on every GPU
+    if n_heads % tensor_parallel:
+        raise ValueError(
+            f"`tensor_parallel` {tensor_parallel} does not divide the {n_heads} attention heads"
+        )
+    if max(kv_heads, tensor_parallel) % min(kv_heads, tensor_parallel):
+        raise ValueError(
+            f"`tensor_parallel` {tensor_parallel} neither divides nor is a multiple of the"
+            f" {kv_heads} KV heads of the {kind} layers"
+        )
+    return max(1, kv_heads // tensor_parallel)

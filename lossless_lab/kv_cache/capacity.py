@@ -1,0 +1,266 @@
+"""What fits: requests and tokens in a memory budget, what would make it fit, and large sweeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+
+from lossless_lab.kv_cache.allocators import Request
+from lossless_lab.kv_cache.configs import CannotEstimate, bundled
+from lossless_lab.kv_cache.formats import storage_format, storage_formats
+from lossless_lab.kv_cache.geometry import geometry
+from lossless_lab.kv_cache.sizing import binary, engine, kv_cache_bytes
+from lossless_lab.results import Result
+
+LONGEST = 1 << 24  # tokens; a model that fits so many has no limit here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity(Result):
+    """One GPU's memory, split; and how many requests of this length, or tokens, are left room."""
+
+    model: str
+    memory_bytes: int
+    weights_bytes: int
+    overhead_bytes: int  # activations, framework, and what utilisation leaves unused
+    cache_bytes: int  # of the requests asked for
+    max_requests: int  # of this length
+    max_seq_len: int | None  # at this batch size; None: longer than any limit
+    seq_len: int
+
+    @property
+    def available_bytes(self) -> int:
+        """What is left for the cache; negative where the weights alone do not fit."""
+        return self.memory_bytes - self.weights_bytes - self.overhead_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the requests leave free; negative where they do not fit."""
+        return self.available_bytes - self.cache_bytes
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row, with the two derived columns."""
+        derived = {"available_bytes": self.available_bytes, "headroom_bytes": self.headroom_bytes}
+        return pd.DataFrame([{**asdict(self), **derived}])
+
+    def __str__(self):
+        if self.available_bytes <= 0:
+            return f"{self.model}: weights and overhead exceed {binary(self.memory_bytes)}"
+        longest = "any" if self.max_seq_len is None else f"{self.max_seq_len:,}"
+        return (
+            f"{self.model}: {self.max_requests:,} requests of {self.seq_len:,} tokens;"
+            f" longest at this batch {longest}; headroom {binary(self.headroom_bytes)}"
+        )
+
+
+def weights_bytes(config, *, dtype="bfloat16", tensor_parallel: int = 1) -> int:
+    """Bytes of a bundled model's weights on one GPU: parameters x bytes / GPUs.
+
+    Examples
+    --------
+    >>> weights_bytes("llama-3.1-8b")   # 8,030,261,248 parameters x 2 B
+    16060522496
+    """
+    if not isinstance(config, str) or config not in bundled():
+        raise CannotEstimate("`weights` is needed: only a bundled name says how many parameters")
+    elements = bundled()[config]["parameters"]
+    return int(elements * storage_format(dtype).bits / 8 / tensor_parallel)
+
+
+def activation_bytes(config, *, batch_size: int, prefill_tokens: int = 2048) -> int:
+    """A rough peak: 10 hidden vectors in 16 bits per prefilled token, and fp32 logits per request.
+
+    It stands in until the engine's own figure is known; the notebook measures how far off it is.
+    """
+    shape = geometry(config)
+    return 20 * prefill_tokens * shape.hidden_size + 4 * batch_size * shape.vocab_size
+
+
+def capacity(
+    config,
+    *,
+    memory_bytes: int,
+    seq_len: int,
+    batch_size: int = 1,
+    weights: int | None = None,
+    weights_dtype="bfloat16",
+    activations: int | None = None,
+    framework_bytes: int = 1 << 30,
+    utilization: float = 0.9,
+    tensor_parallel: int = 1,
+    **cache,
+) -> Capacity:
+    """How much fits: memory x utilisation - weights - activations - framework >= cache.
+
+    Parameters
+    ----------
+    config
+        As for `geometry`; a bundled name also gives the weights.
+    memory_bytes : int
+        Memory of one GPU.
+    seq_len, batch_size : int
+        Tokens per request and requests at the same time.
+    weights, activations, framework_bytes : int, optional
+        Bytes on one GPU; activations are estimated where not given.
+    utilization : float
+        Share of the memory that the engine may use, in (0, 1].
+    **cache
+        Further arguments of `kv_cache_bytes`: dtype, engine, encoder_len, options.
+
+    Examples
+    --------
+    >>> room = capacity("smollm2-135m", memory_bytes=2**31, seq_len=1024, weights=0, activations=0,
+    ...                 framework_bytes=0, utilization=1.0, dtype="fp32", engine="vllm",
+    ...                 block_size=128)
+    >>> room.max_seq_len   # 2^31 B / 46,080 B per token, in whole blocks of 128
+    46592
+    """
+    if not 0 < utilization <= 1:
+        raise ValueError(f"`utilization` must lie in (0, 1]; received {utilization!r}")
+    if weights is None:
+        weights = weights_bytes(config, dtype=weights_dtype, tensor_parallel=tensor_parallel)
+    if activations is None:
+        activations = activation_bytes(config, batch_size=batch_size)
+    shape = geometry(config)
+    reserved = memory_bytes - int(memory_bytes * utilization)
+    overhead = activations + framework_bytes + reserved
+    room = memory_bytes - weights - overhead
+
+    def fits(n_tokens, n_requests):
+        size = kv_cache_bytes(
+            shape,
+            seq_len=n_tokens,
+            batch_size=n_requests,
+            tensor_parallel=tensor_parallel,
+            **cache,
+        )
+        return size.bytes <= room
+
+    asked = kv_cache_bytes(
+        shape, seq_len=seq_len, batch_size=batch_size, tensor_parallel=tensor_parallel, **cache
+    )
+    longest = _largest(lambda n: fits(n, batch_size), LONGEST)
+    return Capacity(
+        model=config if isinstance(config, str) else shape.model_type,
+        memory_bytes=memory_bytes,
+        weights_bytes=weights,
+        overhead_bytes=overhead,
+        cache_bytes=asked.bytes,
+        max_requests=_largest(lambda n: fits(seq_len, n), LONGEST),
+        max_seq_len=None if longest == LONGEST else longest,
+        seq_len=seq_len,
+    )
+
+
+def _largest(fits, limit: int) -> int:
+    """The largest n up to limit for which a monotone condition holds; 0 if none."""
+    if fits(limit):
+        return limit
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def alternatives(
+    config,
+    *,
+    memory_bytes: int,
+    seq_len: int,
+    batch_size: int = 1,
+    dtypes=("bfloat16", "fp8", "int4-g64"),
+    tensor_parallels=(1, 2, 4, 8),
+    **options,
+) -> pd.DataFrame:
+    """What would make it fit: each dtype with each number of GPUs, and how far each reaches."""
+    rows = []
+    for dtype, n_gpus in itertools.product(dtypes, tensor_parallels):
+        row = {"dtype": dtype, "tensor_parallel": n_gpus}
+        try:
+            found = capacity(
+                config,
+                memory_bytes=memory_bytes,
+                seq_len=seq_len,
+                batch_size=batch_size,
+                dtype=dtype,
+                tensor_parallel=n_gpus,
+                **options,
+            )
+        except ValueError as error:
+            rows.append({**row, "fits": False, "reason": str(error)})
+            continue
+        rows.append(
+            {
+                **row,
+                "fits": found.headroom_bytes >= 0,
+                "max_requests": found.max_requests,
+                "max_seq_len": found.max_seq_len,
+                "headroom_bytes": found.headroom_bytes,
+            }
+        )
+    return pd.DataFrame(rows).astype({"max_requests": "Int64", "max_seq_len": "Int64"})
+
+
+def compare(configs, **options) -> pd.DataFrame:
+    """One row of `capacity` per model; a model that cannot be estimated says why."""
+    rows = []
+    for config in configs:
+        try:
+            rows.append(capacity(config, **options).to_frame())
+        except ValueError as error:
+            rows.append(pd.DataFrame([{"model": str(config), "reason": str(error)}]))
+    return pd.concat(rows, ignore_index=True)
+
+
+def sweep(configs, *, seq_lens, batch_sizes, dtypes, engine_name=None, **options) -> pd.DataFrame:
+    """Cache bytes of every combination, as one frame: models x dtypes x lengths x batches.
+
+    Parameters
+    ----------
+    configs : sequence
+        Bundled names, or anything `geometry` takes.
+    seq_lens, batch_sizes : sequences of int
+    dtypes : sequence of str
+    engine_name, **options
+        As `engine` in `kv_cache_bytes`.
+
+    Returns
+    -------
+    DataFrame
+        model, dtype (categorical), seq_len, batch_size (int32), cache_bytes (int64).
+    """
+    lengths = np.asarray(seq_lens, dtype=np.int64)[:, None]
+    batches = np.asarray(batch_sizes, dtype=np.int64)[None, :]
+    rules = engine(engine_name, **options)
+    names = [c if isinstance(c, str) else geometry(c).model_type for c in configs]
+    formats = [storage_formats(dtype) for dtype in dtypes]
+    cells = lengths.size * batches.size
+    total = np.empty((len(names), len(formats), cells), dtype=np.int64)
+    for i, config in enumerate(configs):
+        shape = geometry(config)
+        for j, (key, value) in enumerate(formats):
+            request = Request(
+                seq_len=lengths,
+                n_sequences=batches,
+                key_format=key,
+                value_format=value,
+                encoder_len=shape.encoder_len,
+            )
+            parts = rules.parts(shape, request)
+            sizes = sum(np.broadcast_to(part.bytes, (lengths.size, batches.size)) for part in parts)
+            total[i, j] = np.ravel(sizes)
+    blocks = len(names) * len(formats)
+    codes = np.repeat(np.arange(blocks, dtype=np.int32), cells)
+    return pd.DataFrame(
+        {
+            "model": pd.Categorical.from_codes(codes // len(formats), names),
+            "dtype": pd.Categorical.from_codes(codes % len(formats), [str(d) for d in dtypes]),
+            "seq_len": np.tile(np.repeat(lengths.ravel().astype(np.int32), batches.size), blocks),
+            "batch_size": np.tile(batches.ravel().astype(np.int32), blocks * lengths.size),
+            "cache_bytes": total.ravel(),
+        }
+    )

@@ -1,0 +1,216 @@
+"""Engines whose cache is one tensor per layer: transformers, llama.cpp and its kin, whisper.cpp."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from lossless_lab.kv_cache.allocators import Allocator, ceil_to
+from lossless_lab.kv_cache.configs import CannotEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformers(Allocator):
+    """transformers' own caches, as bytes held after `seq_len` tokens."""
+
+    name: ClassVar[str] = "transformers"
+    source: ClassVar[str] = "transformers 5.24 src/transformers/cache_utils.py"
+    cache: str = "dynamic"  # dynamic | static | quanto | hqq | fp8
+    max_cache_len: int | None = None  # static: tokens allocated; default seq_len
+    prefill_len: int | None = None  # quantised: tokens of the first forward; default seq_len
+    nbits: int = 4
+    group_size: int = 64
+    residual_length: int = 128
+
+    def tokens(self, layer, request):
+        """A window keeps window - 1 tokens between forwards; a static one keeps all of it."""
+        if layer.kind == "cross":
+            return self.encoder_tokens(request)
+        if self.cache == "static":
+            allocated = self.max_cache_len or request.seq_len
+            return allocated if layer.window is None else np.minimum(allocated, layer.window)
+        if layer.window is None:
+            return request.seq_len
+        return np.minimum(request.seq_len, layer.window - 1)
+
+    def columns(self, kernel, layer):
+        """A convolution keeps its whole kernel; Griffin's own module keeps kernel - 1."""
+        griffin = len(layer.states) == 2 and len(layer.states[1].shape) == 1
+        return kernel - 1 if griffin else kernel
+
+    def part(self, layer, n_layers, geometry, request):
+        """Quantised caches hold packed values with scales, and the newest tokens in full."""
+        part = Allocator.part(self, layer, n_layers, geometry, request)
+        if self.cache in ("dynamic", "static"):
+            return part
+        if layer.kind not in ("full", "latent"):
+            raise CannotEstimate(f"transformers refuses a quantised cache for {layer.kind} layers")
+        return replace(part, bytes=n_layers * self._quantised_bytes(layer, request))
+
+    def _quantised_bytes(self, layer, request):
+        """Bytes of one layer: whole groups of the flattened K or V, and the residual tokens."""
+        prefill = request.seq_len if self.prefill_len is None else self.prefill_len
+        wide = request.key_format.block_bytes
+        rows = request.n_sequences * layer.n_kv_heads
+        total = 0
+        for width in (layer.key_dim, layer.value_dim):
+            if self.cache == "fp8":  # one float32 scale for the whole tensor
+                total += rows * request.seq_len * width + 4
+                continue
+            residual = (request.seq_len - prefill) % self.residual_length
+            elements = rows * (request.seq_len - residual) * width
+            groups, rest = divmod(elements, self.group_size)
+            if rest:
+                raise CannotEstimate(
+                    f"`group_size` {self.group_size} does not divide the {elements} elements of K"
+                )
+            scales = groups * 2 * wide
+            total += elements * self.nbits // 8 + scales + rows * residual * width * wide
+        return int(total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaCpp(Allocator):
+    """llama.cpp: padded cells, a small cache for interleaved windows, float32 states."""
+
+    name: ClassVar[str] = "llama.cpp"
+    source: ClassVar[str] = (
+        "llama.cpp src/llama-kv-cache-iswa.cpp, llama-context.cpp, llama-hparams.cpp; "
+        "pull requests 7257, 12801, 13194, 16812, 17046, 19067"
+    )
+    flags: ClassVar[dict[str, str]] = {
+        "-ub": "n_ubatch", "--ubatch-size": "n_ubatch", "-b": "n_batch", "--batch-size": "n_batch",
+        "-fa": "flash_attn", "--flash-attn": "flash_attn", "--swa-full": "swa_full",
+        "-kvu": "kv_unified", "--kv-unified": "kv_unified",
+        "-ctk": "key_dtype", "--cache-type-k": "key_dtype",
+        "-ctv": "value_dtype", "--cache-type-v": "value_dtype",
+    }  # fmt: skip
+    n_ubatch: int = 512
+    n_batch: int = 2048
+    flash_attn: bool = True
+    swa_full: bool = False
+    kv_unified: bool = False
+    mla: bool = True  # the file carries the absorbed projections
+    swa_cells: int | None = None  # what a log says, in place of the rule
+
+    @property
+    def build(self) -> int:
+        """Build number ("b6123" or 6123); without one, newer than every rule here."""
+        digits = re.search(r"\d+", self.version)
+        return int(digits[0]) if digits else 10**9
+
+    @property
+    def padding(self) -> int:
+        """Cells are padded to this; dates of the changes, builds near them are approximate."""
+        if 6869 <= self.build < 6980:  # 28 Oct to 7 Nov 2025, between PR 16812 and 17046
+            return 1
+        if self.build >= 6980 or self.flash_attn:
+            return 256
+        return 32 if self.build >= 2870 else 256  # PR 7257, 14 May 2024
+
+    def cells(self, layer, request):
+        """Context cells, and for windows PAD(min(context, window x sequences + micro-batch))."""
+        n = request.n_sequences
+        streams = 1 if self.kv_unified else n
+        context = ceil_to(request.seq_len * (n if self.kv_unified else 1), self.padding)
+        if layer.kind == "cross":
+            return 0  # encoder outputs are read anew, not cached
+        if layer.kind == "indexer":
+            return streams * context
+        if not self._windowed(layer):
+            return streams * context
+        if self.swa_cells is not None:
+            return streams * self.swa_cells
+        batch = np.minimum(self.n_batch, streams * context)
+        if self.build >= 5555:  # before June 2025 the whole batch, not the micro-batch
+            batch = np.minimum(self.n_ubatch, batch)
+        window = layer.window * (n if self.kv_unified or self.build < 6000 else 1) + batch
+        if self.build >= 6980:
+            return streams * ceil_to(np.minimum(context, window), 256)
+        return streams * np.minimum(context, ceil_to(window, self.padding))
+
+    def _windowed(self, layer):
+        return layer.window is not None and not self.swa_full and self.build >= 5429
+
+    def parts(self, geometry, request):
+        """Only interleaved windows have a cache of their own; models that slide in every layer
+        (Mistral, Phi-3, StarCoder2) are given full context."""
+        attention = [x for x in geometry.layers if x.kind not in ("state", "cross")]
+        if attention and all(layer.window is not None for layer in attention):
+            layers = tuple(replace(layer, window=None) for layer in geometry.layers)
+            geometry = replace(geometry, layers=layers)
+        return Allocator.parts(self, geometry, request)
+
+    def widths(self, layer):
+        """MLA: K is latent + rope; before PR 19067 (Jan 2026) V repeats the latent beside it;
+        before PR 12801 (Apr 2025), or without absorbed projections, every head is expanded."""
+        if layer.expanded and (self.build < 5131 or not self.mla):
+            return layer.expanded
+        if layer.expanded and self.build < 7833:
+            return 1, layer.key_dim + layer.value_dim, layer.key_dim
+        return layer.n_kv_heads, layer.key_dim, layer.value_dim
+
+    def state_dtype(self, state):
+        """Convolution and recurrent states are both float32."""
+        return "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp: every layer at full context; `mla_mode` decides what of MLA is kept."""
+
+    name: ClassVar[str] = "ik_llama.cpp"
+    source: ClassVar[str] = "ik_llama.cpp src/llama.cpp (llama_kv_cache_init), Aug 2026"
+    flags: ClassVar[dict[str, str]] = {**LlamaCpp.flags, "-mla": "mla_mode"}
+    mla_mode: int = 3
+
+    @property
+    def padding(self) -> int:
+        """256 cells with flash attention, else 32."""
+        return 256 if self.flash_attn else 32
+
+    def _windowed(self, layer):
+        return False
+
+    def widths(self, layer):
+        """-mla 0 expands the heads; 1 keeps a transposed latent beside unless flash attention."""
+        if layer.expanded and (self.mla_mode == 0 or not self.mla):
+            return layer.expanded
+        if layer.expanded and self.mla_mode == 1 and not self.flash_attn:
+            return 1, layer.key_dim + layer.value_dim, layer.key_dim
+        return layer.n_kv_heads, layer.key_dim, layer.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhisperCpp(Allocator):
+    """whisper.cpp: both caches padded to 256 since May 2024; beams share n + 2 self caches."""
+
+    name: ClassVar[str] = "whisper.cpp"
+    source: ClassVar[str] = "whisper.cpp src/whisper.cpp (whisper_kv_cache_init), Aug 2026; PR 2152"
+
+    def cells(self, layer, request):
+        """Text context or audio context, padded; version "2023" or "1.5" is before padding."""
+        numbers = [int(n) for n in re.findall(r"\d+", self.version)] or [10**6]
+        padded = numbers >= [2024] if numbers[0] > 1000 else numbers >= [1, 6]
+        tokens = self.tokens(layer, request)
+        tokens = ceil_to(tokens, 256) if padded else tokens
+        beams = request.num_beams
+        if beams == 1:
+            return request.n_sequences * tokens
+        requests = request.n_sequences // beams
+        return requests * tokens * (1 if layer.kind == "cross" else beams + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ggml(Allocator):
+    """ggml's example programs: the whole context of every layer, no padding, no windows."""
+
+    name: ClassVar[str] = "ggml"
+    source: ClassVar[str] = "ggml examples/gpt-2/main-backend.cpp (kv cache)"
+
+    def tokens(self, layer, request):
+        """Every position of the context."""
+        return self.encoder_tokens(request) if layer.kind == "cross" else request.seq_len

@@ -1,0 +1,254 @@
+"""What each layer keeps while a model generates: the shape of every stored tensor, per token."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+
+import pandas as pd
+
+from lossless_lab.kv_cache import configs
+from lossless_lab.kv_cache.configs import CannotEstimate, field, needed
+from lossless_lab.kv_cache.states import State, states
+from lossless_lab.results import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One cached thing of one layer; a parallel hybrid has two of the same index."""
+
+    index: int
+    kind: str  # full | sliding | chunked | latent | indexer | cross | state
+    n_kv_heads: int = 0
+    key_dim: int = 0  # elements per token and head
+    value_dim: int = 0
+    window: int | None = None  # tokens that can be attended to
+    expanded: tuple[int, int, int] | None = None  # of a latent: heads, key and value width
+    states: tuple[State, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Elements stored per token."""
+        return self.n_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry(Result):
+    """What a model stores, layer by layer, free of any engine."""
+
+    model_type: str
+    layers: tuple[Layer, ...]
+    n_layers: int
+    n_heads: int
+    hidden_size: int
+    vocab_size: int
+    encoder_len: int | None  # positions of the encoder where the config fixes them
+    assumed: tuple[tuple[str, int], ...]  # fields the file leaves to the class's defaults
+
+    def of_kind(self, *kinds: str) -> tuple[Layer, ...]:
+        """The layers of these kinds."""
+        return tuple(layer for layer in self.layers if layer.kind in kinds)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per cached thing."""
+        return pd.DataFrame([asdict(layer) for layer in self.layers])
+
+    def __str__(self):
+        counts: dict[str, int] = {}
+        for layer in self.layers:
+            counts[layer.kind] = counts.get(layer.kind, 0) + 1
+        kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "no cache"
+        return f"{self.model_type}: {self.n_layers} layers ({kinds})"
+
+
+def geometry(config) -> Geometry:
+    """Describe what every layer of a model stores, from its config alone.
+
+    Parameters
+    ----------
+    config : dict, str, Path, transformers config or model
+        A config.json as dict or file, a folder, a Hub id, a bundled name, or a loaded model.
+
+    Returns
+    -------
+    Geometry
+        One `Layer` per cached thing, with K and V widths in elements per token and head.
+
+    Raises
+    ------
+    CannotEstimate
+        If the family is unknown, a field is missing, or two fields contradict each other.
+
+    Source: transformers 5.24 configuration_*.py and modeling_*.py of each family; the defaults that
+    a file leaves out are those of its configuration class, and `assumed` lists them.
+
+    Examples
+    --------
+    >>> g = geometry({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4,
+    ...               "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 32})
+    >>> [layer.elements for layer in g.layers]   # 2 heads x (32 + 32)
+    [128, 128]
+    """
+    if isinstance(config, str) and config in configs.bundled():
+        return _of_bundled(config)
+    return _describe(config)
+
+
+@functools.cache
+def _of_bundled(name):
+    return _describe(name)
+
+
+def _describe(config):
+    """The geometry of anything that `configs.resolve` can read."""
+    family, outer, text, assumed = configs.resolve(config)
+    if text.model_type in _REFUSED:
+        raise CannotEstimate(f"model_type {text.model_type!r}: {_REFUSED[text.model_type]}")
+    layers = tuple(_layers(text))
+    if outer.is_encoder_decoder or getattr(text, "add_cross_attention", False):
+        cross = [
+            _attention(text, layer.index, "cross") for layer in layers if layer.kind != "state"
+        ]
+        layers += tuple(cross)
+    return Geometry(
+        model_type=family,
+        layers=layers,
+        n_layers=len(_layer_types(text)),
+        n_heads=field(_of_layer(text, 0), *_HEADS, default=0),
+        hidden_size=field(text, "hidden_size", "d_model", default=0),
+        vocab_size=field(text, "vocab_size", default=0),
+        encoder_len=field(text, "max_source_positions"),
+        assumed=tuple(assumed.items()),
+    )
+
+
+# Families whose cache no rule here describes.
+_REFUSED = {
+    "blt": "byte-latent patches have no fixed length per token",
+    "cpmant": "it prepends prompt tokens of its own",
+    "dory": "its recurrent loops keep caches of their own",
+    "dots3_note_text": "its indexer keys are kept in another format than K and V",
+    "reformer": "its cache holds hash buckets",
+    "xlnet": "its memory is set at run time",
+    "rwkv": "its states live outside transformers' cache classes",
+    "xlstm": "its states live outside transformers' cache classes",
+}
+
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads")
+
+
+def _of_layer(text, index):
+    """The config as this layer sees it, where the class lets layers differ."""
+    layered = getattr(text, "per_layer_config", None)
+    return layered[index] if layered else text
+
+
+def _layer_types(text):
+    """One cache type per layer: the class's own list, else what its window fields imply."""
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        n_layers = needed(text, "num_hidden_layers", "num_decoder_layers")
+        kind = "full_attention"
+        if getattr(text, "sliding_window", None) is not None:
+            kind = "sliding_attention"
+        elif getattr(text, "attention_chunk_size", None) is not None:
+            kind = "chunked_attention"
+        types = [kind] * n_layers
+    modes = getattr(text, "kv_sharing_modes", None) or [None] * len(types)
+    return ["shared" if mode == "reuse" else kind for kind, mode in zip(types, modes, strict=True)]
+
+
+def _layers(text):
+    """The cached things of every decoder layer, in order."""
+    types = _layer_types(text)
+    crossed = getattr(text, "cross_attention_layers", None) or ()
+    for index, kind in enumerate(types):
+        if kind in ("moe", "mlp", "shared"):
+            continue
+        if index in crossed:
+            yield _attention(text, index, "cross")
+        elif kind == "full_attention":
+            yield _attention(text, index, "full")
+        elif kind == "sliding_attention":
+            yield _attention(text, index, "sliding")
+        elif kind == "chunked_attention":
+            yield _attention(text, index, "chunked")
+        elif kind == "indexed_attention":
+            yield _attention(text, index, "full")
+            if (
+                getattr(text, "indexer_types", None) is None
+                or text.indexer_types[index] != "shared"
+            ):
+                yield Layer(index=index, kind="indexer", n_kv_heads=1, key_dim=text.index_head_dim)
+        elif kind in ("linear_attention", "conv"):
+            yield Layer(index=index, kind="state", states=states(text))
+        elif kind in ("hybrid", "hybrid_sliding"):
+            yield _attention(text, index, "full" if kind == "hybrid" else "sliding")
+            yield Layer(index=index, kind="state", states=states(text))
+        else:
+            raise CannotEstimate(
+                f"layer {index} of {text.model_type!r} is of unknown type {kind!r}"
+            )
+
+
+def _attention(text, index, kind):
+    """K and V of one attention layer, MLA's latent where the model compresses them."""
+    config = _of_layer(text, index)
+    window = None
+    if kind in ("sliding", "chunked"):
+        window = needed(config, "sliding_window" if kind == "sliding" else "attention_chunk_size")
+    if field(config, "kv_lora_rank"):
+        heads = config.num_attention_heads
+        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        return Layer(
+            index=index,
+            kind="latent" if kind == "full" else kind,
+            n_kv_heads=1,
+            key_dim=config.kv_lora_rank,
+            value_dim=rope,
+            window=window,
+            expanded=(heads, nope + rope, config.v_head_dim),
+        )
+    n_kv_heads, head_dim = _kv_heads(config, kind), _head_dim(config, kind)
+    value_dim = field(config, "v_head_dim", default=head_dim)
+    return Layer(
+        index=index,
+        kind=kind,
+        n_kv_heads=n_kv_heads,
+        key_dim=head_dim,
+        value_dim=value_dim,
+        window=window,
+    )
+
+
+def _kv_heads(config, kind):
+    """KV heads of a layer, whatever the family calls them."""
+    family = config.model_type
+    heads = needed(config, *_HEADS)
+    if family == "falcon":
+        if config.new_decoder_architecture:
+            return config.num_kv_heads
+        return 1 if config.multi_query else heads
+    if family == "gpt_bigcode":
+        return 1 if config.multi_query else heads
+    if family == "dbrx":
+        return config.attn_config.kv_n_heads
+    if family == "mimo_v2_flash" and kind == "sliding":
+        return 2 * config.num_key_value_heads
+    return field(config, "num_key_value_heads", default=heads)
+
+
+def _head_dim(config, kind):
+    """Width of one head, explicit where the config states it."""
+    if kind == "full" and field(config, "global_head_dim"):
+        return config.global_head_dim
+    if stated := field(config, "head_dim", "d_kv", "kv_channels"):
+        return stated
+    width = needed(config, "hidden_size", "d_model", "n_embd")
+    heads = needed(config, *_HEADS)
+    if width % heads:
+        raise CannotEstimate(
+            f"`head_dim` is missing and `hidden_size` {width} is no multiple of the {heads} heads"
+        )
+    return width // heads
