@@ -1,0 +1,78 @@
+"""Charts of level 2 at one position: two laws over the same vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from .artists import bars, chart, legend, line
+from .labels import token_label
+from .theme import COLOURS
+
+_LAW = ("token", "reference_logprob", "candidate_logprob")
+
+
+@chart(*_LAW)
+def distribution_bars(frame: pd.DataFrame, *, ax: Axes | None = None, n_tokens: int = 12) -> Axes:
+    """Logprobs of the likeliest tokens, reference above candidate; a longer bar is likelier.
+
+    Parameters
+    ----------
+    frame : columns `token` (text), `reference_logprob`, `candidate_logprob` (nats).
+    ax : axes to draw on; a second call moves the bars drawn before.
+    n_tokens : number of tokens to show, those likeliest under either law.
+
+    Returns
+    -------
+    Axes whose bars start at the left edge; a token without a bar has probability 0 there.
+    """
+    likeliest = frame[list(_LAW[1:])].max(axis=1).sort_values(ascending=False, kind="stable")
+    frame = frame.loc[likeliest.index[:n_tokens]]
+    values = frame[list(_LAW[1:])].to_numpy(dtype=float)
+    for row, side in np.argwhere(np.isnan(values)):
+        token = frame["token"].iloc[row]
+        raise ValueError(f"`{_LAW[1 + side]}` must be a number; it is NaN for token {token!r}")
+    left = np.floor(np.min(values, initial=0.0, where=np.isfinite(values)) * 1.05 - 0.2)
+    y = np.arange(len(frame))
+    for side, name in enumerate(("reference", "candidate")):
+        width = np.maximum(values[:, side] - left, 0.0)
+        look = {"height": 0.4, "color": COLOURS[name], "label": name}
+        bars(ax, name, y + 0.4 * side - 0.2, width, left, **look)
+    ax.set_yticks(y, [token_label(str(token)) for token in frame["token"]])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+    right = max(np.ceil(np.max(values, initial=-np.inf)), left + 1)
+    ax.set(xlim=(left, right), ylim=(len(frame) - 0.4, -0.6))
+    ax.set_xlabel("log-probability (nats)")
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return ax
+
+
+@chart("reference_logprob", "candidate_logprob")
+def distribution_scatter(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """The whole law, one dot a token: candidate's logprob against the reference's.
+
+    Parameters
+    ----------
+    frame : columns `reference_logprob`, `candidate_logprob` (nats), one row a token.
+    ax : axes to draw on; a second call moves the dots drawn before.
+
+    Returns
+    -------
+    Axes with the diagonal of equal laws; tokens impossible on one side are counted in the legend.
+    """
+    both = frame[["reference_logprob", "candidate_logprob"]].to_numpy(dtype=float)
+    finite = np.isfinite(both)
+    x, y = both[finite.all(axis=1)].T
+    low = np.floor(np.min(both, initial=0.0, where=finite)) - 1
+    line(ax, "equal", [low, 0], [low, 0], color=COLOURS["guide"], linewidth=0.8, label="equal")
+    look = {"color": COLOURS["candidate"], "marker": ".", "markersize": 2.5, "linestyle": ""}
+    dots = line(ax, "tokens", x, y, markeredgewidth=0, rasterized=True, **look)
+    n_hidden = int((finite.sum(axis=1) == 1).sum())
+    hidden = f" ({n_hidden} not shown: probability 0 on one side)" if n_hidden else ""
+    dots.set_label(f"token{hidden}")
+    ax.set(xlim=(low, 0.5), ylim=(low, 0.5))
+    ax.set(xlabel="reference log-probability (nats)", ylabel="candidate log-probability\n(nats)")
+    legend(ax, loc="upper left")
+    return ax

@@ -1,0 +1,148 @@
+"""Charts along the text: divergence by position and by prompt, and where outputs part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from .artists import chart, fit_log_axis, legend, line, logarithmic
+from .labels import token_label
+from .theme import COLOURS
+
+_SHORT = {
+    "kl_reference_candidate_nats": "KL(ref‖cand)",
+    "kl_candidate_reference_nats": "KL(cand‖ref)",
+    "total_variation": "TV",
+}
+_LONG = {
+    "kl_reference_candidate_nats": "KL(reference‖candidate) (nats",
+    "kl_candidate_reference_nats": "KL(candidate‖reference) (nats",
+    "js_nats": "Jensen-Shannon divergence (nats",
+    "total_variation": "total variation (probability",
+}
+
+
+def _mean(values: pd.Series) -> float:
+    return np.mean(values.to_numpy())  # pandas' own would skip NaN
+
+
+def _maximum(values: pd.Series) -> float:
+    return np.max(values.to_numpy())
+
+
+@chart("position", "top1_agree", *_SHORT)
+def divergence_by_position(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """KL in both directions (nats) and total variation (probability) at each position.
+
+    Parameters
+    ----------
+    frame : columns `position`, `kl_reference_candidate_nats`, `kl_candidate_reference_nats`,
+        `total_variation`, `top1_agree`; several prompts (`prompt_id`) are averaged, and one that
+        is infinite or NaN makes its position so.
+    ax : axes to draw on; a second call moves what was drawn before.
+
+    Returns
+    -------
+    Axes with a log scale and a tick on the lower edge wherever the likeliest token differs.
+    """
+    by_position = frame.groupby("position")[list(_SHORT)].agg(_mean)
+    for quantity, label in _SHORT.items():
+        look = {"color": COLOURS[quantity], "label": label}
+        look["linestyle"] = "--" if quantity.startswith("kl_candidate") else "-"
+        logarithmic(ax, quantity, by_position.index, by_position[quantity], **look)
+    flips = frame.loc[~frame["top1_agree"].astype(bool), "position"].unique()
+    look = {"color": "black", "marker": "|", "markersize": 5, "linestyle": ""}
+    at_edge = {"transform": ax.get_xaxis_transform()}
+    ticks = line(ax, "flips", flips, np.full(len(flips), 0.03), **at_edge, **look)
+    ticks.set_label("top token differs" if len(flips) else "_none")
+    fit_log_axis(ax)
+    n_prompts = frame["prompt_id"].nunique() if "prompt_id" in frame else 1
+    averaged = f", mean of {n_prompts} prompts" if n_prompts > 1 else ""
+    ax.set_xlabel(f"position (tokens){averaged}")
+    ax.set_ylabel("KL (nats), TV (probability)\nlog scale")
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return ax
+
+
+@chart("prompt_id")
+def divergence_by_prompt(
+    frame: pd.DataFrame, *, ax: Axes | None = None, quantity: str = "total_variation"
+) -> Axes:
+    """Mean and maximum over positions of one divergence, a row a prompt, sorted by the mean.
+
+    Parameters
+    ----------
+    frame : columns `prompt_id` and `quantity`, a row a position, for several prompts.
+    ax : axes to draw on; a second call moves what was drawn before.
+    quantity : "total_variation" (probability), or a KL or JS column (nats).
+
+    Returns
+    -------
+    Axes with a log scale along x; zeros sit on its left edge, infinite and NaN on its right.
+    """
+    if quantity not in _LONG or quantity not in frame:
+        raise ValueError(f"`quantity` must be a column among {', '.join(_LONG)}; got {quantity!r}")
+    rows = frame.groupby("prompt_id")[quantity].agg([_mean, _maximum])
+    rows = rows.set_axis(["mean", "maximum"], axis=1).sort_values("mean", kind="stable")
+    positive = (np.isfinite(rows) & (rows > 0)).to_numpy()
+    left = np.min(rows.to_numpy(), initial=1.0, where=positive) / 2
+    right = np.max(rows.to_numpy(), initial=left, where=positive) * 2
+    shown = rows.fillna(np.inf).clip(left, right)
+    y = np.arange(len(rows))
+    for name, marker in (("mean", "o"), ("maximum", "|")):
+        look = {"color": COLOURS[quantity], "marker": marker, "markersize": 4, "linestyle": ""}
+        line(ax, name, shown[name], y, label=f"{name} over positions", **look)
+    edges = "; left edge: 0" if (rows <= 0).any(axis=None) else ""
+    edges += "" if np.isfinite(rows).all(axis=None) else "; right edge: infinite or NaN"
+    ax.set(xscale="log", xlim=(left / 1.2, right * 1.2), ylim=(-0.6, len(y) - 0.4))
+    ax.set_xlabel(f"{_LONG[quantity]}, log scale{edges})")
+    _row_labels(ax, y, rows.index)
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return ax
+
+
+def _row_labels(ax: Axes, y: np.ndarray, names) -> None:
+    height = ax.figure.get_figheight() * 72 * ax.get_position().height
+    if height / len(y) > 7:  # points: room for a line of text in each row
+        ax.set_yticks(y, [token_label(str(name), width=18) for name in names])
+    else:
+        ax.set_yticks([])
+        ax.set_ylabel(f"{len(y)} prompts, sorted by mean")
+
+
+@chart("n_reference", "n_candidate", "ids_equal", "first_divergence")
+def first_divergence(
+    frame: pd.DataFrame, *, ax: Axes | None = None, label: str = "candidate"
+) -> Axes:
+    """Share of outputs whose first t tokens are identical, against t.
+
+    Parameters
+    ----------
+    frame : columns `n_reference`, `n_candidate` (tokens), `ids_equal`, `first_divergence` (index,
+        NA where none); a column `candidate` gives a curve to each name.
+    ax : axes to draw on; a second call with another `label` adds a curve.
+    label : name of the series where the frame has no `candidate` column.
+
+    Returns
+    -------
+    Axes; an output that ended identically counts as identical at every later t.
+    """
+    groups = frame.groupby("candidate", sort=False) if "candidate" in frame else [(label, frame)]
+    for name, rows in groups:
+        lengths = rows[["n_reference", "n_candidate"]].to_numpy()
+        first = rows["first_divergence"].to_numpy(dtype=float, na_value=np.nan)
+        first = np.where(np.isnan(first), lengths.min(axis=1), first)  # one is the other's start
+        first = np.where(rows["ids_equal"].astype(bool), np.inf, first)
+        t = np.arange(lengths.max() + 1)
+        share = 100 * (first >= t[:, None]).mean(axis=1)
+        look = {"color": COLOURS[name]} if name in COLOURS else {}
+        curve = line(ax, str(name), t, share, drawstyle="steps-post", **look)
+        kept = f"{np.isinf(first).sum()} of {len(rows)} identical"
+        curve.set_label(f"{token_label(str(name), width=24)}: {kept}")
+    ax.relim()
+    ax.autoscale_view(scaley=False)
+    ax.set(ylim=(0, 104), xlabel="t (output tokens)")
+    ax.set_ylabel("outputs with the first\nt tokens identical (%)")
+    legend(ax, loc="lower left")
+    return ax
