@@ -1,6 +1,7 @@
 """Real caches of tiny random models hold exactly the predicted bytes, whatever the architecture."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -243,6 +244,6 @@ def test_head_dim_that_is_not_hidden_over_heads():
 def test_bytes_per_token_is_the_measured_slope():
     model, translates = network("qwen3_next")
     held = grown(model, translates)
-    slopes = {b - a for (_, a), (_, b) in zip(held, held[1:], strict=False)}
+    slopes = {b - a for (_, a), (_, b) in itertools.pairwise(held)}
     size = kv_cache_bytes(model.config, seq_len=PREFILL, dtype="fp32", engine="transformers")
     assert slopes == {BATCH_SIZE * size.bytes_per_token}

@@ -177,32 +177,22 @@ def alternatives(
     **options,
 ) -> pd.DataFrame:
     """What would make it fit: each dtype with each number of GPUs, and how far each reaches."""
+    columns = ["max_requests", "max_seq_len", "headroom_bytes"]
     rows = []
     for dtype, n_gpus in itertools.product(dtypes, tensor_parallels):
-        row = {"dtype": dtype, "tensor_parallel": n_gpus}
+        asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
+        row = {"dtype": dtype, "tensor_parallel": n_gpus, "fits": False, "reason": ""}
         try:
             found = capacity(
-                config,
-                memory_bytes=memory_bytes,
-                seq_len=seq_len,
-                batch_size=batch_size,
-                dtype=dtype,
-                tensor_parallel=n_gpus,
-                **options,
+                config, memory_bytes=memory_bytes, tensor_parallel=n_gpus, **asked, **options
             )
         except ValueError as error:
-            rows.append({**row, "fits": False, "reason": str(error)})
+            rows.append({**row, "reason": str(error)})
             continue
-        rows.append(
-            {
-                **row,
-                "fits": found.headroom_bytes >= 0,
-                "max_requests": found.max_requests,
-                "max_seq_len": found.max_seq_len,
-                "headroom_bytes": found.headroom_bytes,
-            }
-        )
-    return pd.DataFrame(rows).astype({"max_requests": "Int64", "max_seq_len": "Int64"})
+        values = {name: getattr(found, name) for name in columns}
+        rows.append({**row, **values, "fits": found.headroom_bytes >= 0})
+    frame = pd.DataFrame(rows, columns=["dtype", "tensor_parallel", "fits", *columns, "reason"])
+    return frame.astype(dict.fromkeys(columns, "Int64"))
 
 
 def compare(configs, **options) -> pd.DataFrame:

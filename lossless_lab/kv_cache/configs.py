@@ -35,8 +35,17 @@ ALIASES = dict.fromkeys(_LLAMA_LIKE.split(), ("llama", {})) | {
     "minimax_m1": ("minimax", {}),
     "minimax_text_01": ("minimax", {}),
     "qwen": ("llama", {"kv_channels": "head_dim"}),
-    "RefinedWeb": ("falcon", {"n_head_kv": "num_kv_heads"}),
-    "RefinedWebModel": ("falcon", {}),
+    **dict.fromkeys(
+        ("falcon", "RefinedWeb", "RefinedWebModel"),
+        (
+            "falcon",
+            {
+                "n_layer": "num_hidden_layers",
+                "n_head": "num_attention_heads",
+                "n_head_kv": "num_kv_heads",
+            },
+        ),
+    ),
 }
 # Where a composite config of a class that transformers lacks keeps its language model.
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")

@@ -1,0 +1,146 @@
+"""What engines reserve, against figures their logs and unit tests print."""
+
+import pytest
+
+from lossless_lab.kv_cache import capacity, engine, geometry, kv_cache_bytes
+from lossless_lab.kv_cache.allocators import Request
+from lossless_lab.kv_cache.formats import storage_formats
+
+MIB = 2**20
+
+
+def cells(model, kind, **options):
+    size = kv_cache_bytes(model, **options)
+    return next(part.cells for part in size.parts if part.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("llama.cpp", 768),  # PAD(128 + 512, 256)
+        ("llama.cpp b7000 -ub 256", 512),  # PAD(128 + 256, 256)
+        ("llama.cpp b6900", 640),  # no padding between two pull requests
+        ("llama.cpp b6500 -fa off", 640),  # padded to 32 without flash attention
+        ("llama.cpp b6500", 768),  # padded to 256 with it
+        ("llama.cpp b5450 -fa off", 2176),  # the whole batch of 2,048 at first
+        ("llama.cpp b5000", 8192),  # before window caches
+        ("llama.cpp --swa-full", 8192),
+        ("ik_llama.cpp", 8192),
+    ],
+)
+def test_window_cells_of_gpt_oss_by_build(text, expected):
+    assert cells("gpt-oss-20b", "sliding", seq_len=8192, engine=text) == expected
+
+
+def test_llama_cpp_sequences_unified_and_not():
+    options = {"seq_len": 1000, "batch_size": 4, "engine": "llama.cpp"}
+    assert cells("llama-3.1-8b", "full", **options) == 4 * 1024
+    assert cells("llama-3.1-8b", "full", kv_unified=True, **options) == 4096
+    # window x sequences + micro-batch in a shared cache: PAD(4 x 128 + 512, 256)
+    assert cells("gpt-oss-20b", "sliding", kv_unified=True, **options) == 1024
+    # gpt-oss-20b at q8_0, 131,072 cells, 12 layers prints 1,632 MiB
+    size = kv_cache_bytes("gpt-oss-20b", seq_len=131072, dtype="q8_0", engine="llama.cpp")
+    assert size.of_kind("full") == 1632 * MIB
+
+
+def test_llama_cpp_gives_full_context_where_every_layer_slides():
+    size = kv_cache_bytes("mistral-7b-v0.1", seq_len=32768, dtype="f16", engine="llama.cpp")
+    assert size.bytes == 32768 * 131_072
+
+
+def test_llama_cpp_mla_by_build():
+    size = {
+        text: kv_cache_bytes("deepseek-r1", seq_len=256, dtype="f16", engine=text).bytes
+        for text in ("llama.cpp", "llama.cpp b7000", "llama.cpp b5000")
+    }
+    assert size["llama.cpp"] == 61 * 576 * 2 * 256
+    assert size["llama.cpp b7000"] == 61 * (576 + 512) * 2 * 256
+    assert size["llama.cpp b5000"] == 61 * 128 * (192 + 128) * 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "expected"),
+    [  # "Setting attention block size to N tokens", vLLM 0.18 and 0.19 logs
+        ("qwen3.5-9b", "bf16", 528),
+        ("qwen3.5-9b", "fp8", 1056),
+        ("qwen3.5-27b", "bf16", 784),
+        ("qwen3.5-35b-a3b", "bf16", 1056),
+        ("qwen3.5-35b-a3b", "fp8", 2096),
+        ("qwen3-next-80b-a3b", "bf16", 544),
+        ("llama-3.1-8b", "bf16", 16),
+    ],
+)
+def test_vllm_block_of_hybrids(model, dtype, expected):
+    key, value = storage_formats(dtype)
+    request = Request(seq_len=1, n_sequences=1, key_format=key, value_format=value)
+    assert engine("vllm").hybrid_block_size(geometry(model), request) == expected
+
+
+def test_vllm_pages_of_a_hybrid_are_padded_to_one_size():
+    size = kv_cache_bytes("qwen3.5-35b-a3b", seq_len=8192, engine="vllm 0.18")
+    page = 1056 * 2 * 2 * 256 * 2
+    assert size.of_kind("state") == 30 * page
+    assert size.of_kind("full") == 10 * 8 * page  # ceil(8192 / 1056)
+    state = next(part for part in size.parts if part.kind == "state")
+    assert page / (state.stored_bytes / 30) - 1 == pytest.approx(0.0076, abs=5e-5)  # as logged
+
+
+def test_vllm_windows_and_groups():
+    # 12 + 12 layers: full ceil(8192/16), sliding ceil(min(127 + 8192, 8192)/16) + 1
+    size = kv_cache_bytes("gpt-oss-20b", seq_len=8192, engine="vllm 0.15")
+    assert [p.cells for p in sorted(size.parts, key=lambda p: p.kind)] == [8192, 8208]
+    few = kv_cache_bytes(
+        "gpt-oss-20b", seq_len=8192, engine="vllm 0.15", max_num_batched_tokens=2048
+    )
+    assert few.of_kind("sliding") == 12 * 2048 * (-(-(127 + 2048) // 16) + 1) * 16
+    # 10 full and 52 sliding: groups of 10, so 60 sliding layers are paid for
+    new = kv_cache_bytes("gemma-3-27b", seq_len=16384, engine="vllm 0.15")
+    old = kv_cache_bytes("gemma-3-27b", seq_len=16384, engine="vllm 0.11")
+    assert new.of_kind("sliding") * 52 == old.of_kind("sliding") * 60
+    flat = kv_cache_bytes("gemma-3-27b", seq_len=16384, engine="vllm 0.9")
+    assert flat.bytes == 62 * 16384 * 16 * 256 * 2
+
+
+def test_vllm_chunks_keep_one_chunk_and_the_batch():
+    size = kv_cache_bytes(
+        "llama-4-scout", seq_len=65536, engine="vllm 0.11", max_num_batched_tokens=4096
+    )
+    assert size.of_kind("chunked") == 36 * (8192 + 4096) * 8 * 256 * 2
+
+
+def test_vllm_counts_one_more_token_as_a_block_more():
+    # vLLM's unit test: 16,384 tokens of 32 layers, 32 heads of 128 need 8 GiB; 16,385 do not fit.
+    config = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+              "hidden_size": 4096}  # fmt: skip
+    room = capacity(config, memory_bytes=2**33, seq_len=1, weights=0, activations=0, engine="vllm",
+                    framework_bytes=0, utilization=1.0, dtype="f16")  # fmt: skip
+    assert room.max_seq_len == 16384
+
+
+def test_sglang_has_a_padding_slot():
+    size = kv_cache_bytes("llama-3.1-8b", seq_len=1, engine="sglang", n_tokens=1000)
+    assert size.bytes == 1001 * 131_072
+    paged = kv_cache_bytes("llama-3.1-8b", seq_len=100, engine="sglang --page-size 64")
+    assert paged.bytes == (128 + 64) * 131_072
+
+
+def test_an_indexer_key_is_kept_in_fp8_with_a_scale_by_serving_engines():
+    for name in ("vllm", "sglang"):
+        size = kv_cache_bytes("deepseek-v3.2", seq_len=64, engine=name)
+        part = next(part for part in size.parts if part.kind == "indexer")
+        assert part.row_bytes == 132
+
+
+def test_whisper_cpp_beams_share_two_spare_caches():
+    one = kv_cache_bytes("whisper-base", seq_len=448, engine="whisper.cpp")
+    five = kv_cache_bytes("whisper-base", seq_len=448, engine="whisper.cpp", num_beams=5)
+    assert five.of_kind("full") == 7 * one.of_kind("full")
+    assert five.of_kind("cross") == one.of_kind("cross")
+
+
+def test_every_allocator_reserves_at_least_what_is_stored():
+    for name in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "ik_llama.cpp"):
+        for model in ("llama-3.1-8b", "deepseek-r1", "gemma-3-27b", "qwen3.5-27b"):
+            size = kv_cache_bytes(model, seq_len=5000, batch_size=3, engine=name)
+            if not (name == "sglang" and model == "gemma-3-27b"):  # a shared pool, see swa_ratio
+                assert size.bytes >= size.stored_bytes, (name, model)
