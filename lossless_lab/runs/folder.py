@@ -27,7 +27,8 @@ class Record(BaseModel):
     """One output: of sample `sample_index` of prompt `prompt_id`.
 
     `output_ids` is None where only text is known, () where an engine wrote nothing. A logprob that
-    was not finite is None. `finish_reason` is None where nobody told.
+    was not finite is None. `finish_reason` is None where nobody told. Half a surrogate pair, which
+    is no text, is stored as U+FFFD.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -152,6 +153,11 @@ class Run:
 def logits_name(prompt_id: str, sample_index: int) -> str:
     """Name of an output inside logits.safetensors: the prompt's, then `#` and the sample."""
     return prompt_id if sample_index == 0 else f"{prompt_id}#{sample_index}"
+
+
+def whole_characters(text: str) -> str:
+    """The text with surrogate pairs joined and single halves replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def json_line(value: Any) -> bytes:

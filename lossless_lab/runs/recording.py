@@ -22,6 +22,7 @@ from .folder import (
     append,
     json_line,
     logits_name,
+    whole_characters,
     write_atomically,
     write_json,
 )
@@ -210,7 +211,7 @@ def _as_dict(name: tuple[str, int], row: Completion) -> dict[str, Any]:
         "sample_index": name[1],
         "prompt_ids": row.prompt_ids,
         "output_ids": row.output_ids,
-        "text": row.text,
+        "text": whole_characters(row.text),
         "finish_reason": row.finish_reason,
         "logprobs": None if logprobs is None else [_finite(value) for value in logprobs],
         "top_logprobs": None if top is None else [[(i, _finite(v)) for i, v in k] for k in top],

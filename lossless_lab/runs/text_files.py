@@ -8,14 +8,23 @@ from pathlib import Path
 
 from lossless_lab.prompts import Prompt, prompt_set_hash
 
-from .folder import Record, Run, RunError, append, json_line, write_atomically, write_json
+from .folder import (
+    Record,
+    Run,
+    RunError,
+    append,
+    json_line,
+    whole_characters,
+    write_atomically,
+    write_json,
+)
 from .manifest import Manifest, circumstances
 
-# Every character at which some program ends a line, lone surrogates, and the escape itself.
-_ESCAPED = re.compile("[\\\\\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# The escape itself, whatever ends a line for some program, byte-order marks, lone surrogates.
+_ESCAPED = re.compile("[\\\\\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-f]{4})|(.?))", re.DOTALL)
 _SHORT = {"\\": "\\", "n": "\n", "r": "\r"}
-_LONG_ECHO = 16  # characters of a prompt that no answer begins with by chance
+_LONG_ECHO = 16  # bytes of a prompt that no answer begins with by chance
 _FEW = 3  # fewer outputs that all begin with a short prompt may do so by chance
 _ROLE = r"\s*(?:<[^<>\n]{1,40}>\s*)*(?:assistant|model)\b"
 _TURN = re.compile(_ROLE + r"[^\n]{0,40}\n{1,2}", re.IGNORECASE)
@@ -77,7 +86,8 @@ def import_text(
 
     No line is left out, blank ones included. A prompt echoed at the start of an output is
     stripped (also behind chat markup, up to the assistant's turn); short prompts only where three
-    or more outputs all echo theirs, since an answer may begin with the same word. metrics.json counts it.
+    or more outputs all echo theirs, since an answer may begin with the same word. metrics.json
+    names the prompts that were stripped.
 
     Parameters
     ----------
@@ -133,7 +143,7 @@ def import_text(
             sample_index=i % n_samples,
             prompt_ids=prompt.ids,
             output_ids=None,
-            text=text,
+            text=whole_characters(text),
             finish_reason=None,
         )
         for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
@@ -193,4 +203,8 @@ def _echo(text: str, prompt: str, flattened: bool) -> tuple[int, bool]:
     if turn and turn.end() > echo.end():
         return turn.end(), True
     at_start = _MARKUP.fullmatch(text, 0, echo.start()) is not None
-    return (echo.end(), len(prompt) >= _LONG_ECHO) if at_start else (0, False)
+    return (
+        (echo.end(), len(prompt.encode("utf-8", "replace")) >= _LONG_ECHO)
+        if at_start
+        else (0, False)
+    )
