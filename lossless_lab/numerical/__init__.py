@@ -1,1 +1,1 @@
-"""Level 1, the same computation: what differs in logits, activations and token ids, and by how much."""
+"""Level 1, the same computation: differences in logits, activations and token ids."""

@@ -1,192 +1,195 @@
-"""Where in the stack two models part: the residual stream of both, layer by layer, in lockstep."""
+"""Drift of the residual stream, layer by layer, between two models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from ..results import Result
-from .nonfinite import count_nonfinite
+from .capture import decoder_layers, lockstep, model_inputs
+from .nonfinite import Nonfinite, count_nonfinite
 
-
-class HooksNeverFired(RuntimeError):
-    """A model gave no activations: compiled code does not run hooks that were set after it."""
+_CHUNK = 1 << 20  # activations per chunk in float64: 8 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerDrift(Result):
-    """How far the candidate's residual stream has drifted from the reference's, by layer.
+    """How far the candidate's residual stream is from the reference's after each layer.
 
     Parameters
     ----------
     frame : DataFrame
-        One row per layer; columns are listed under `compare_layers`.
+        One row per layer; the columns are listed under `compare_layers`.
     n_layers : int
-    nonfinite : tuple of (layer, what)
-        Layers with NaN or inf, the first one first; their figures are NaN.
+        Blocks of the reference.
+    n_positions : int
+        Positions compared, pads left out.
+    nonfinite : dict
+        Layer -> `Nonfinite`, for each layer where either side has NaN or inf; indices count
+        (position, feature) with pads left out.
+    reference_logits, candidate_logits : tensors [positions, vocab_size]
+        Of the very passes that were captured, pads left out, row after row.
     """
 
     frame: pd.DataFrame
     n_layers: int
-    nonfinite: tuple[tuple[int, str], ...]
+    n_positions: int
+    nonfinite: dict[int, Nonfinite]
+    reference_logits: torch.Tensor = field(repr=False)
+    candidate_logits: torch.Tensor = field(repr=False)
+
+    @property
+    def first_difference(self) -> int | None:
+        """First layer whose streams are not bitwise equal; None when all are."""
+        changed = self.frame.loc[self.frame["max_abs_difference"] != 0, "layer"]  # NaN counts
+        return None if changed.empty else int(changed.iloc[0])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer."""
         return self.frame
 
     def __str__(self) -> str:
-        residual = self.frame[self.frame["module"] == "residual"]
-        moved = residual[residual["rms_difference"] > 0]
-        start = (
-            "nothing differs" if moved.empty else f"first difference at layer {moved.iloc[0, 0]}"
+        if self.first_difference is None:
+            return f"{self.n_positions} positions: bitwise equal after every layer"
+        last = self.frame.iloc[-1]
+        text = (
+            f"{self.n_positions} positions: first difference after layer {self.first_difference} "
+            f"of {self.n_layers}, relative RMS of the logits {last['relative_rms']:.3g} "
+            f"({last['sqnr_db']:.1f} dB)"
         )
-        last = residual["relative_rms"].iloc[-1]
-        text = f"{self.n_layers} layers: {start}, relative RMS {last:.3g} after the last one"
-        if self.nonfinite:
-            text += f"; {self.nonfinite[0][1]} at layer {self.nonfinite[0][0]}"
+        for layer, found in self.nonfinite.items():
+            return f"{text}; layer {layer}: {found}"
         return text
 
 
 def compare_layers(
-    reference: nn.Module,
-    candidate: nn.Module,
+    reference: Any,
+    candidate: Any,
     input_ids: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
+    layer_map: Mapping[int, int] | None = None,
 ) -> LayerDrift:
-    """RMS of (candidate − reference) in the residual stream after each layer.
+    """RMS, SQNR and cosine of candidate − reference in the residual stream, after each layer.
 
-    Both models run over the same ids in turn, one forward pass each, without a cache. Hooks only
-    read; a test shows that the logits are bitwise what they are without them.
+    The two forwards take turns, layer by layer, so about one layer's activations are held; the
+    hooks only read, and the logits stay bitwise what they are without them (`observer_effect`).
+    Positions are passed explicitly, numbered from the mask, so pads on the left shift nothing.
 
     Parameters
     ----------
-    reference, candidate : decoder-only Hugging Face models with the same number of layers.
-    input_ids : [batch, seq_len] int64
-    attention_mask : [batch, seq_len], 1 for real tokens; pad positions are left out.
+    reference, candidate : decoder-only Hugging Face models in eval mode, or results of `load`
+    input_ids : [batch_size, seq_len] token ids
+    attention_mask : [batch_size, seq_len], 1 where a token counts
+    layer_map : candidate block -> reference block, both from 1, rising; for dropped layers.
 
     Returns
     -------
     LayerDrift
         with columns layer (0 the embedding, i after block i, n_layers + 1 the logits), module
-        ("residual" or "logits"), rms_difference, rms_reference (both in activation units),
-        relative_rms, max_abs_difference, sqnr_db (20 log10 of reference over difference, inf where
-        equal), cosine and n_positions.
+        ("residual", "logits"), rms_difference, rms_reference, relative_rms, max_abs_difference,
+        sqnr_db = −20 log10 relative_rms, cosine, n_positions; sums in float64 over positions and
+        features. A NaN in a layer makes its figures NaN.
 
     Raises
     ------
+    ValueError
+        When the layer counts differ without a `layer_map`, or hidden sizes or vocabularies do.
     HooksNeverFired
-        For a compiled model, whose code does not run hooks.
-    ValueError
-        When the numbers of layers or the widths differ, or no stack of layers is found.
+        When a model (a compiled one) does not call its hooks.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    ...          "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> print(compare_layers(model, model, torch.tensor([[1, 5, 2]])))
+    3 positions: bitwise equal after every layer
     """
-    sides = {"reference": reference, "candidate": candidate}
-    stacks = {side: decoder_layers(model) for side, model in sides.items()}
-    n_layers = len(stacks["reference"])
-    if len(stacks["candidate"]) != n_layers:
+    networks = [getattr(m, "network", m) for m in (reference, candidate)]
+    n_layers, n_candidate = (len(decoder_layers(network)) for network in networks)
+    if layer_map is None and n_candidate != n_layers:
         raise ValueError(
-            f"`candidate` must have the reference's {n_layers} layers for this view; it has "
-            f"{len(stacks['candidate'])}. Say which layers correspond by dropping them on one side"
+            f"`candidate` has {n_candidate} layers and `reference` {n_layers}; pass "
+            "`layer_map={candidate_layer: reference_layer, ...}`, both counted from 1"
         )
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    streams = {side: _stream(side, model, input_ids, mask) for side, model in sides.items()}
-    real = mask.bool()
-    rows, bad = [], []
-    for layer, (x, y) in enumerate(zip(*streams.values(), strict=True)):
-        x, y = x[real], y.to(x.device)[real]
-        found = count_nonfinite(x, y)
-        if found.total:
-            bad.append((layer, str(found)))
-        module = "logits" if layer > n_layers else "residual"
-        rows.append({"layer": layer, "module": module, **_difference(x, y)})
-    return LayerDrift(frame=pd.DataFrame(rows), n_layers=n_layers, nonfinite=tuple(bad))
+    pairs = _pairs(layer_map or {i: i for i in range(1, n_layers + 1)}, n_candidate, n_layers)
+    inputs = model_inputs(input_ids, attention_mask)
+    keep = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
+    rows: list[dict[str, Any]] = []
+    found: dict[int, Nonfinite] = {}
+    ends: list[torch.Tensor] = []
+
+    def compare(layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        module = "residual" if layer <= n_layers else "logits"
+        if x.shape != y.shape:
+            raise ValueError(
+                f"`candidate` has {module} of size {y.shape[-1]} at layer {layer} and "
+                f"`reference` {x.shape[-1]}; sizes must be equal"
+            )
+        x, y = (_kept(z, keep) for z in (x, y))
+        rows.append({"layer": layer, "module": module, **_drift(x, y), "n_positions": len(x)})
+        counted = count_nonfinite(x, y)
+        if counted.total:
+            found[layer] = counted
+        if module == "logits":
+            ends.extend((x, y))
+
+    lockstep(*networks, inputs, pairs, compare)
+    return LayerDrift(
+        frame=pd.DataFrame(rows),
+        n_layers=n_layers,
+        n_positions=len(ends[0]),
+        nonfinite=found,
+        reference_logits=ends[0],
+        candidate_logits=ends[1],
+    )
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The stack of decoder layers: the one ModuleList as long as the config says.
-
-    Raises
-    ------
-    ValueError
-        Where none or several are that long.
-    """
-    n_layers = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layers]
-    if not stacks:
-        raise ValueError(f"no ModuleList of {n_layers} layers found in {type(model).__name__}")
-    return stacks[0]  # the outermost comes first
-
-
-def _stream(
-    side: str, model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor
-) -> list[torch.Tensor]:
-    """Input of the first layer, output of each, and the logits; [batch, seq_len, width] each."""
-    layers = decoder_layers(model)
-    kept: dict[int, torch.Tensor] = {}
-    device = next(model.parameters()).device
-    inputs: dict[str, Any] = {"input_ids": input_ids.to(device), "use_cache": False}
-    if not bool(mask.all()):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        inputs |= {"attention_mask": mask.to(device), "position_ids": positions.to(device)}
-    with torch.no_grad(), _reading(layers, kept):
-        logits = model(**inputs).logits
-    if len(kept) != len(layers) + 1:
-        raise HooksNeverFired(
-            f"`{side}`: {len(kept)} of {len(layers) + 1} hooks fired; compiled code does not run "
-            "them. Compare the model before compiling, or compile its layers one by one"
+def _pairs(layer_map: Mapping[int, int], n_candidate: int, n_reference: int) -> dict[int, int]:
+    """Reference layer -> candidate layer, the embedding included."""
+    items = list(layer_map.items())
+    rising = all(a < c and b < d for (a, b), (c, d) in pairwise(items))
+    inside = all(1 <= a <= n_candidate and 1 <= b <= n_reference for a, b in items)
+    if not (items and rising and inside):
+        raise ValueError(
+            f"`layer_map` must rise from 1 to at most {n_candidate} (candidate) and {n_reference} "
+            f"(reference); got {dict(layer_map)}"
         )
-    return [*(kept[i] for i in range(len(layers) + 1)), logits]
+    return {0: 0} | {b: a for a, b in items}
 
 
-@contextmanager
-def _reading(layers: nn.ModuleList, kept: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Keep what enters the first layer and what leaves each."""
-
-    def entering(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        kept[0] = (args[0] if args else kwargs["hidden_states"]).detach()
-
-    def leaving(index: int) -> Any:
-        def keep(module: nn.Module, args: tuple, output: Any) -> None:
-            kept[index] = (output[0] if isinstance(output, tuple) else output).detach()
-
-        return keep
-
-    handles = [layers[0].register_forward_pre_hook(entering, with_kwargs=True)]
-    handles += [layer.register_forward_hook(leaving(i + 1)) for i, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _kept(x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    return x.flatten(0, -2) if keep is None else x[keep.to(x.device)]
 
 
-def _difference(x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-    """Figures of one layer over [positions, width], accumulated in float64."""
-    if x.shape != y.shape:
-        raise ValueError(f"layers must have one width; got {tuple(x.shape)} and {tuple(y.shape)}")
+def _drift(x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+    """Figures of y − x over all rows of [positions, size], a small float64 chunk at a time."""
+    rows = max(1, _CHUNK // x.shape[-1])
     sums = torch.zeros(4, dtype=torch.float64)
     largest = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(x.split(64), y.split(64), strict=True):
-        a, b = a.double().cpu(), b.double().cpu()
+    for a, b in zip(x.split(rows), y.split(rows), strict=True):
+        a, b = a.double(), b.to(a.device).double()
         d = b - a
-        sums += torch.stack([d.square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()])
-        largest = torch.maximum(largest, d.abs().max())  # keeps NaN
-    difference, reference, candidate, product = sums.tolist()
-    norm = np.sqrt(reference * candidate)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return {
-            "rms_difference": float(np.sqrt(difference / x.numel())),
-            "rms_reference": float(np.sqrt(reference / x.numel())),
-            "relative_rms": float(np.sqrt(np.divide(difference, reference))),
-            "max_abs_difference": float(largest),
-            "sqnr_db": float(-10 * np.log10(np.divide(difference, reference))),
-            "cosine": float(np.divide(product, norm)) if norm else float("nan"),
-            "n_positions": x.shape[0],
-        }
+        sums += torch.stack(
+            [d.square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()]
+        ).cpu()
+        largest = torch.maximum(largest, d.abs().max().cpu())
+    dd, aa, bb, ab = sums.tolist()
+    relative = math.sqrt(dd / aa) if aa else (0.0 if dd == 0 else math.inf)
+    sqnr = math.inf if relative == 0 else -20 * math.log10(relative)
+    return {
+        "rms_difference": math.sqrt(dd / x.numel()),
+        "rms_reference": math.sqrt(aa / x.numel()),
+        "relative_rms": relative,
+        "max_abs_difference": float(largest),
+        "sqnr_db": sqnr,
+        "cosine": 1.0 if dd == 0 else ab / math.sqrt(aa * bb) if aa and bb else math.nan,
+    }

@@ -1,4 +1,4 @@
-"""The unit of every difference: rounding step, centred RMS of logits, and the baseline's own noise."""
+"""The unit of every difference: the rounding step, and the baseline's own noise in its logits."""
 
 from __future__ import annotations
 

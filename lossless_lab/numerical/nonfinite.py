@@ -42,7 +42,7 @@ class Nonfinite(Result):
 
     @property
     def summary(self) -> str:
-        """"none", "same positions on both sides", or the sides that stand alone."""
+        """ "none", "same positions on both sides", or the sides that stand alone."""
         if not self.total:
             return "none"
         if self.first is None:

@@ -26,10 +26,12 @@ class TokenComparison(Result):
     ----------
     frame : DataFrame
         One row per (prompt_id, sample_index); columns are listed under `compare_tokens`.
+    dtype : compute dtype whose rounding steps margins are counted in.
     reference_stop_ids, candidate_stop_ids : the end ids of either side, None where unknown.
     """
 
     frame: pd.DataFrame
+    dtype: str
     reference_stop_ids: tuple[int, ...] | None
     candidate_stop_ids: tuple[int, ...] | None
 
@@ -70,14 +72,26 @@ class TokenComparison(Result):
         kinds = self.frame["kind"].value_counts()
         differing = [f"{n} {kind}" for kind, n in kinds.items() if kind != "equal"]
         text += f" ({', '.join(differing)})" if differing else ""
-        first = self.divergences["first_divergence"].min()
-        text += "" if pd.isna(first) else f"; first divergence at token {first}"
+        differing = self.divergences
+        if differing["first_divergence"].notna().any():
+            text += f"; first divergence at token {self._parting(differing.iloc[0])}"
         if (self.frame["kind"] == "stop_set").any():
             text += (
                 f"; stop sets differ: {_ids(self.reference_stop_ids)} and "
                 f"{_ids(self.candidate_stop_ids)}, outputs agree up to the stop"
             )
         return text
+
+    def _parting(self, row: pd.Series) -> str:
+        sides = (row["reference_token_id"], row["candidate_token_id"])
+        ids = " -> ".join("end" if pd.isna(i) else str(i) for i in sides)
+        text = f"{row['first_divergence']} of prompt {row['prompt_id']!r} ({ids}"
+        if not pd.isna(row["reference_margin"]):
+            text += (
+                f", top-2 margin {row['reference_margin']:.3g} = {row['margin_steps']:.3g} "
+                f"{self.dtype} steps"
+            )
+        return text + ")"
 
 
 def compare_tokens(
@@ -105,10 +119,13 @@ def compare_tokens(
     TokenComparison
         with columns prompt_id, sample_index, n_reference, n_candidate (tokens), ids_equal,
         text_equal, whitespace_only, first_divergence (index into the output, NA where none),
-        reference_token_id, candidate_token_id, reference_margin (the reference's logit of its own
-        token less that of the candidate's), margin_steps (that margin in rounding steps of `dtype`
-        at that logit), logit_difference (largest |candidate − reference| of the two tokens' logits
-        there) and kind (KINDS).
+        reference_token_id, candidate_token_id, reference_margin (the reference's top-2 logit
+        difference there), margin_steps (the same in rounding steps of `dtype` at its top logit),
+        logit_difference (largest |candidate − reference| of the two tokens' logits there),
+        teacher_forced_agreement (share of the reference's later positions where both sides' top
+        tokens agree once the candidate is fed the reference's ids; NaN where no law is at hand)
+        and kind (KINDS). The kind stop_set: the shorter side ended at an id that does not end the
+        other, and the outputs agree up to it.
 
     Raises
     ------
@@ -132,13 +149,16 @@ def compare_tokens(
     for key, a in left.items():
         b = right[key]
         _same_prompt(key, a, b)
-        rows.append(_pair(key, a, b, stops))
+        row = _pair(key, a, b, stops)
+        if laws is not None and row["first_divergence"] is not None:
+            row |= _margins(row, laws(key), dtype)
+        rows.append(row)
     frame = pd.DataFrame(rows)
     for name in ("first_divergence", "reference_token_id", "candidate_token_id"):
         frame[name] = pd.array(frame[name], dtype="Int64")
-    if laws is not None:
-        _add_margins(frame, laws, dtype)
-    return TokenComparison(frame=frame, reference_stop_ids=stops[0], candidate_stop_ids=stops[1])
+    return TokenComparison(
+        frame=frame, dtype=dtype, reference_stop_ids=stops[0], candidate_stop_ids=stops[1]
+    )
 
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
@@ -174,6 +194,7 @@ def _pair(key: Key, a: Any, b: Any, stops: Sequence[tuple[int, ...] | None]) -> 
         "reference_margin": np.nan,
         "margin_steps": np.nan,
         "logit_difference": np.nan,
+        "teacher_forced_agreement": np.nan,
         "kind": "equal" if text_equal else "whitespace" if spaces else "text_only",
     }
     if a.output_ids is None or b.output_ids is None:
@@ -196,19 +217,26 @@ def _pair(key: Key, a: Any, b: Any, stops: Sequence[tuple[int, ...] | None]) -> 
     return row
 
 
-def _add_margins(frame: pd.DataFrame, laws: Laws, dtype: str) -> None:
-    for i in frame.index[frame["candidate_token_id"].notna() & frame["reference_token_id"].notna()]:
-        row = frame.loc[i]
-        found = laws((row["prompt_id"], row["sample_index"]))
-        at = row["first_divergence"]
-        if found is None or at >= min(len(found[0]), len(found[1])):
-            continue
-        pair = [int(row["reference_token_id"]), int(row["candidate_token_id"])]
-        x, y = found[0][at, pair].double(), found[1][at, pair].double()
-        margin = float(x[0] - x[1])
-        frame.loc[i, "reference_margin"] = margin
-        frame.loc[i, "margin_steps"] = margin / float(ulp_of(float(x[0]), dtype))
-        frame.loc[i, "logit_difference"] = float((y - x).abs().max())
+def _margins(
+    row: Mapping[str, Any], laws: tuple[torch.Tensor, torch.Tensor] | None, dtype: str
+) -> dict[str, float]:
+    """The columns of one differing pair that need logits; none where they do not reach so far."""
+    at = row["first_divergence"]
+    if laws is None or at >= min(map(len, laws)):
+        return {}
+    x, y = (side[at].double() for side in laws)
+    top = x.topk(min(2, len(x))).values.tolist()
+    n = min(map(len, laws))
+    tops = [side[at + 1 : n].argmax(-1) for side in laws]
+    found = {
+        "reference_margin": top[0] - top[-1],
+        "margin_steps": (top[0] - top[-1]) / float(ulp_of(top[0], dtype)),
+        "teacher_forced_agreement": float((tops[0] == tops[1].to(tops[0].device)).double().mean()),
+    }
+    pair = [row["reference_token_id"], row["candidate_token_id"]]
+    if None not in pair:
+        found["logit_difference"] = float((y[pair].to(x.device) - x[pair]).abs().max())
+    return found
 
 
 def _by_key(records: Sequence[Any], side: str) -> Mapping[Key, Any]:

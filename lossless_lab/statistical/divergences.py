@@ -1,0 +1,276 @@
+"""How far apart two models' next-token laws are, position by position, from their raw logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ..results import Result
+from .laws import (
+    MEASURES,
+    Law,
+    chunks,
+    distances,
+    from_logits,
+    from_probs,
+    js_divergence,
+    kl_divergence,
+    paired,
+    total_variation,
+    why_undefined,
+    wide,
+)
+
+__all__ = [
+    "MEASURES", "Divergences", "Law", "by_prompt", "distribution", "divergences", "from_logits",
+    "from_probs", "js_divergence", "kl_divergence", "total_variation",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Divergences(Result):
+    """Distances at each position of one prompt, and what kept any of them from being a number.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        One row per position; the columns are listed under `divergences`.
+    vocab_size : int
+    temperature : float
+        Temperature of the laws; margins and logit_rms are of the raw logits.
+    undefined : tuple of (position, side, reason)
+        Logits that define no law ("n NaN", "n +inf", "all -inf"). Their distances are NaN.
+    infinite : tuple of (position, direction, token_id)
+        Where a KL is +inf, and the likeliest token that the second law cannot produce.
+    """
+
+    frame: pd.DataFrame
+    vocab_size: int
+    temperature: float
+    undefined: tuple[tuple[int, str, str], ...]
+    infinite: tuple[tuple[int, str, int], ...]
+
+    def mean(self, measure: str) -> float:
+        """Mean over positions of one column; NaN or inf if any position is, or there is none."""
+        values = self.frame[measure].to_numpy(np.float64)
+        return float(np.mean(values)) if len(values) else math.nan
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per position."""
+        return self.frame
+
+    def __str__(self) -> str:
+        text = (
+            f"{len(self.frame)} positions: mean KL(reference‖candidate) "
+            f"{self.mean(MEASURES[0]):.3g} nats, mean TV {self.mean('total_variation'):.3g}, "
+            f"top token differs at {int((~self.frame['top1_agree']).sum())}"
+        )
+        if self.undefined:
+            position, side, reason = self.undefined[0]
+            places = len({row[0] for row in self.undefined})
+            text += f"; undefined at {places} positions, first {position} ({side}: {reason})"
+        if self.infinite:
+            position, direction, token = self.infinite[0]
+            text += (
+                f"; infinite {len(self.infinite)} times, first KL({direction}) at position "
+                f"{position}: token {token} is unreachable"
+            )
+        return text
+
+
+def divergences(
+    reference_logits: torch.Tensor,
+    candidate_logits: torch.Tensor,
+    *,
+    prompt_id: str = "",
+    token_ids: Sequence[int] | None = None,
+    temperature: float = 1.0,
+) -> Divergences:
+    """KL both ways, JS and TV of softmax(logits / temperature) at each position.
+
+    In chunks of float32, or of float64 where a side is float64; formulas under `laws.distances`.
+    Means over positions are per-token figures: a sequence of T tokens has TV up to T times that.
+
+    Parameters
+    ----------
+    reference_logits, candidate_logits : [positions, vocab_size], raw logits
+        −inf means impossible; on both sides such a token adds nothing.
+    token_ids : [positions], optional
+        The id that each row's law was for (or was followed by).
+    temperature : > 0
+
+    Returns
+    -------
+    Divergences
+        with columns prompt_id, position, token_id, kl_reference_candidate_nats,
+        kl_candidate_reference_nats, js_nats, total_variation, top1_agree, reference_top_id,
+        candidate_top_id, reference_margin (reference's top-2 logit difference), logit_rms (RMS
+        over the vocabulary of the centred logit difference). Ties go to `argmax`'s choice.
+
+    Raises
+    ------
+    ValueError
+        When shapes differ (vocabularies too), or temperature is not above 0.
+
+    Examples
+    --------
+    >>> print(divergences(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 2.0]])))
+    1 positions: mean KL(reference‖candidate) 0.462 nats, mean TV 0.462, top token differs at 1
+    """
+    x, y = paired(reference_logits, candidate_logits)
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(
+            f"`reference_logits` must be [positions, vocab_size]; got shape {tuple(x.shape)}"
+        )
+    if token_ids is not None and len(token_ids) != len(x):
+        raise ValueError(
+            f"`token_ids` must hold one id per position, {len(x)}; got {len(token_ids)}"
+        )
+    t = _positive(temperature)
+    pieces = [_measured(*sides, t) for _, *sides in chunks(x, y)] or [_measured(x, y, t)]
+    ids = [pd.NA] * len(x) if token_ids is None else [int(i) for i in token_ids]
+    columns = {name: torch.cat([p[name] for p in pieces]).numpy() for name in pieces[0]}
+    frame = pd.DataFrame(
+        {
+            "prompt_id": pd.Series([prompt_id] * len(x), dtype=object),
+            "position": np.arange(len(x)),
+            "token_id": pd.array(ids, dtype="Int64"),
+            **columns,
+        }
+    )
+    undefined = _undefined(x, y, frame)
+    return Divergences(
+        frame=frame,
+        vocab_size=x.shape[1],
+        temperature=t,
+        undefined=undefined,
+        infinite=_infinite(x, y, frame),
+    )
+
+
+def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
+    """Mean and largest of each distance by prompt; a NaN or inf position is never averaged away.
+
+    Examples
+    --------
+    >>> frame = divergences(torch.zeros(2, 3), torch.zeros(2, 3), prompt_id="a").frame
+    >>> by_prompt(frame)[["prompt_id", "n_positions", "mean_total_variation"]].values.tolist()
+    [['a', 2, 0.0]]
+    """
+    rows = []
+    for prompt_id, part in frame.groupby("prompt_id", sort=False):
+        row: dict[str, Any] = {"prompt_id": prompt_id, "n_positions": len(part)}
+        for measure in MEASURES:
+            values = part[measure].to_numpy(np.float64)
+            row |= {f"mean_{measure}": np.mean(values), f"max_{measure}": np.max(values)}
+        rows.append(row | {"top1_agreement": part["top1_agree"].mean()})
+    return pd.DataFrame(rows)
+
+
+def distribution(
+    reference_logits: torch.Tensor,
+    candidate_logits: torch.Tensor,
+    *,
+    tokenizer_decode: Callable[[list[int]], str] | None = None,
+    k: int | None = 20,
+    temperature: float = 1.0,
+) -> pd.DataFrame:
+    """ln p of one position's tokens on both sides: the top k of either, likeliest first.
+
+    Parameters
+    ----------
+    reference_logits, candidate_logits : [vocab_size], raw logits
+    tokenizer_decode : ids -> text
+        Text is a label only: rows are told apart by id (split characters all decode to U+FFFD).
+    k : rows wanted from each side; None for the whole vocabulary.
+
+    Returns
+    -------
+    DataFrame
+        token_id, token, reference_logprob, candidate_logprob, in nats, from float64 logits.
+
+    Examples
+    --------
+    >>> distribution(torch.tensor([0.0, 0.0, 5.0]), torch.zeros(3), k=1)["token_id"].tolist()
+    [2, 0]
+    """
+    sides = paired(reference_logits, candidate_logits)
+    if sides[0].ndim != 1:
+        raise ValueError(f"`reference_logits` must be [vocab_size]; got {tuple(sides[0].shape)}")
+    t = _positive(temperature)
+    reference, candidate = (torch.log_softmax(z.cpu().double() / t, -1) for z in sides)
+    n = len(reference) if k is None else k
+    shown = torch.zeros(len(reference), dtype=torch.bool)
+    for z in (reference, candidate):
+        shown[z.argsort(descending=True, stable=True)[:n]] = True
+    order = reference.argsort(descending=True, stable=True)
+    ids = order[shown[order]]
+    decode = tokenizer_decode or (lambda ids: str(ids[0]))
+    return pd.DataFrame(
+        {
+            "token_id": ids.numpy(),
+            "token": [decode([i]) for i in ids.tolist()],
+            "reference_logprob": reference[ids].numpy(),
+            "candidate_logprob": candidate[ids].numpy(),
+        }
+    )
+
+
+def _measured(x: torch.Tensor, y: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
+    """Every numeric column of one chunk."""
+    a, b = wide(x, y)
+    laws = distances(a, b) if temperature == 1 else distances(a / temperature, b / temperature)
+    top, best = a.topk(min(2, a.shape[-1]), -1).values.double(), (x.argmax(-1), y.argmax(-1))
+    bad = ~(torch.isfinite(a.amax(-1)) & torch.isfinite(b.amax(-1)))  # amax lets NaN through
+    rest = {"reference_margin": top[:, 0] - top[:, -1], "logit_rms": _centred_rms(a, b)}
+    columns = {name: value.masked_fill(bad, math.nan) for name, value in (laws | rest).items()}
+    tops = {"reference_top_id": best[0], "candidate_top_id": best[1]}
+    agree = {"top1_agree": (best[0] == best[1]) & ~bad}
+    laws, rest = ({name: columns[name] for name in part} for part in (laws, rest))
+    return {name: value.cpu() for name, value in (laws | agree | tops | rest).items()}
+
+
+def _centred_rms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """As numerical.noise.centred_rms, in the chunk's own precision."""
+    d, used = b - a, ~(torch.isneginf(a) & torch.isneginf(b))
+    d = d.masked_fill(~used, 0)
+    n = used.sum(-1, True)
+    mean = d.sum(-1, True, dtype=torch.float64) / n
+    square = (d - mean.to(d.dtype)).masked_fill(~used, 0).square()
+    spread = square.sum(-1, True, dtype=torch.float64)
+    return (spread / n).sqrt().masked_fill(torch.isinf(d).any(-1, True), math.inf)[:, 0]
+
+
+def _undefined(
+    x: torch.Tensor, y: torch.Tensor, frame: pd.DataFrame
+) -> tuple[tuple[int, str, str], ...]:
+    positions = np.flatnonzero(frame["js_nats"].isna())
+    sides = (("reference", x), ("candidate", y))
+    reasons = ((int(i), side, why_undefined(z[i])) for i in positions for side, z in sides)
+    return tuple(row for row in reasons if row[2])
+
+
+def _infinite(
+    x: torch.Tensor, y: torch.Tensor, frame: pd.DataFrame
+) -> tuple[tuple[int, str, int], ...]:
+    found = []
+    for measure, direction, first, second in (
+        (MEASURES[0], "reference‖candidate", x, y),
+        (MEASURES[1], "candidate‖reference", y, x),
+    ):
+        for i in np.flatnonzero(np.isposinf(frame[measure])).tolist():
+            lost = first[i].masked_fill(~torch.isneginf(second[i].to(first.device)), -math.inf)
+            found.append((i, direction, int(lost.argmax())))
+    return tuple(sorted(found))
+
+
+def _positive(temperature: float) -> float:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"`temperature` must be above 0 and finite; got {temperature}")
+    return float(temperature)
