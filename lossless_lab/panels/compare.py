@@ -1,0 +1,156 @@
+"""The panel of notebook 00: one candidate against one reference, three charts and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import ipywidgets
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lossless_lab import plots
+from lossless_lab.plots.artists import mark
+
+from .base import Content, Panel
+
+Pair = tuple[str, str]  # (reference, candidate)
+
+
+class Comparisons(Protocol):
+    """What `compare` is handed: answers by pair of names, from runs or from models at hand.
+
+    The panel asks at every move and keeps nothing, so an answer that takes a model's run should
+    be kept by the source; `distribution` and `verdict` are asked most often.
+    """
+
+    def pairs(self) -> list[Pair]:
+        """The (reference, candidate) pairs that can be compared, the first one shown first."""
+
+    def prompts(self, pair: Pair) -> list[str]:
+        """Ids of the prompts that both sides answered."""
+
+    def frames(self, pair: Pair, prompt_id: str) -> Mapping[str, pd.DataFrame]:
+        """ "divergences" as from `divergences`, and "layers" as from `compare_layers` if known."""
+
+    def distribution(self, pair: Pair, prompt_id: str, position: int) -> pd.DataFrame:
+        """Both laws at one position, as from `distribution`."""
+
+    def verdict(self, pair: Pair) -> str:
+        """The verdict in one sentence."""
+
+
+def compare(source: Comparisons) -> Panel:
+    """Panel that chooses reference, candidate, prompt, position and layer.
+
+    Parameters
+    ----------
+    source : see `Comparisons`.
+
+    Raises
+    ------
+    ValueError where the source has no pairs.
+    """
+    pairs = list(source.pairs())
+    if not pairs:
+        raise ValueError("`source` must have at least one (reference, candidate) pair; it has none")
+    figure = Figure(figsize=(9.6, 4.8), dpi=100)
+    controls = _controls(pairs)
+    return Panel(
+        controls=controls,
+        compute=lambda **state: comparison(source, **state),
+        draw=_draw,
+        figure=figure,
+        adapt=lambda controls: _adapt(source, pairs, controls),
+    )
+
+
+def comparison(
+    source: Comparisons, *, reference: str, candidate: str, prompt: str, position: int, layer: int
+) -> Content:
+    """What the panel shows for one choice, without a panel: frames, verdict, values pointed at."""
+    pair = (reference, candidate)
+    frames = dict(source.frames(pair, prompt))
+    frames["distribution"] = source.distribution(pair, prompt, position)
+    return Content(
+        text=source.verdict(pair),
+        frames=frames,
+        table=_values(frames, position=position, layer=layer),
+    )
+
+
+def _values(frames: Mapping[str, pd.DataFrame], *, position: int, layer: int) -> pd.DataFrame:
+    at = frames["divergences"].set_index("position").loc[position]
+    row = {
+        "position": str(position),
+        "KL(reference‖candidate), nats": f"{at['kl_reference_candidate_nats']:.3g}",
+        "KL(candidate‖reference), nats": f"{at['kl_candidate_reference_nats']:.3g}",
+        "total variation": f"{at['total_variation']:.3g}",
+        "top token": "same" if at["top1_agree"] else "differs",
+    }
+    layers = frames.get("layers")
+    if layers is not None and (layers["layer"] == layer).any():
+        drift = layers.set_index("layer").loc[layer]
+        row |= {"layer": _layer_name(drift["module"], layer)}
+        row |= {"relative RMS difference": f"{drift['relative_rms']:.3g}"}
+    return pd.DataFrame([row])
+
+
+def _layer_name(module: str, layer: int) -> str:
+    return "logits" if module == "logits" else "embedding" if layer == 0 else str(layer)
+
+
+def _controls(pairs: list[Pair]) -> dict[str, ipywidgets.ValueWidget]:
+    references = list(dict.fromkeys(reference for reference, _ in pairs))
+    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
+    # A new position or prompt may run a model: the slider answers when it is let go.
+    return {
+        "reference": ipywidgets.Dropdown(options=references, description="reference", **wide),
+        "candidate": ipywidgets.Dropdown(description="candidate", **wide),
+        "prompt": ipywidgets.Dropdown(description="prompt", **wide),
+        "position": ipywidgets.IntSlider(
+            max=0, description="position", continuous_update=False, **wide
+        ),
+        "layer": ipywidgets.IntSlider(max=0, description="layer", **wide),
+    }
+
+
+def _adapt(source: Comparisons, pairs: list[Pair], controls: Mapping) -> None:
+    """Offer only what exists for the choices made above."""
+    reference = controls["reference"].value
+    _offer(controls["candidate"], [c for r, c in pairs if r == reference])
+    pair = (reference, controls["candidate"].value)
+    _offer(controls["prompt"], list(source.prompts(pair)))
+    frames = source.frames(pair, controls["prompt"].value)
+    controls["position"].max = int(frames["divergences"]["position"].max())
+    layers = frames.get("layers")
+    controls["layer"].max = 0 if layers is None else int(layers["layer"].max())
+    controls["layer"].disabled = layers is None
+
+
+def _offer(dropdown: ipywidgets.Dropdown, options: list[str]) -> None:
+    if list(dropdown.options) != options:
+        kept = dropdown.value
+        dropdown.options = options
+        dropdown.value = kept if kept in options else options[0]
+
+
+def _draw(figure: Figure, content: Content, state: dict) -> None:
+    if not figure.axes:
+        grid = figure.add_gridspec(
+            2, 2, left=0.085, right=0.985, top=0.9, bottom=0.11, hspace=0.62, wspace=0.28
+        )
+        for cell in (grid[0, 0], grid[1, 0], grid[:, 1]):
+            figure.add_subplot(cell)
+    drift, along, law = figure.axes
+    layers = content.frames.get("layers")
+    drift.set_visible(layers is not None)
+    if layers is not None:
+        plots.layer_drift(layers, ax=drift)
+        mark(drift, state["layer"])
+    plots.divergence_by_position(content.frames["divergences"], ax=along)
+    mark(along, state["position"])
+    for ax in (drift, along):
+        ax.minorticks_off()  # most of the time to draw a log axis
+    plots.distribution_bars(content.frames["distribution"], ax=law)
+    law.set_xlabel(f"log-probability at position {state['position']} (nats)")
