@@ -495,3 +495,10 @@ def test_an_answer_that_quotes_its_prompt_is_kept(tmp_path):
     run = imported(tmp_path, "\n".join(answers) + "\n", name="all", prompts=short)
     assert [r.text for r in run.records] == ["! How are you?", " + 2 = 4", " there"]
     assert run.metrics["echoed_prompts_stripped"] == ["0", "1", "2"]
+
+
+def test_a_table_of_unfinished_runs_can_be_written(engine, tmp_path):
+    run = record(tmp_path / "runs" / "only", engine, Decoding(max_new_tokens=2))
+    (run.folder / "metrics.json").unlink()
+    text = runs.write_table(tmp_path / "T.md", tmp_path / "runs").read_text(encoding="utf-8")
+    assert "unfinished" in text and "2 tokens, greedy" in text

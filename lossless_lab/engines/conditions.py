@@ -10,11 +10,49 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import MinLengthLogitsProcessor
 
+from .decoding import Decoding
+
+CACHES = {
+    "dynamic": {"use_cache": True},
+    # left to itself, generate compiles static caches on a GPU: two changes in one
+    "static": {"use_cache": True, "cache_implementation": "static", "disable_compile": True},
+    "none": {"use_cache": False},
+}
 _DRAFTING = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
+
+
+def generation_fields(decoding: Decoding, cache: str, *, pad_id: int, slots: int) -> dict[str, Any]:
+    """Fields of a GenerationConfig for these settings; `slots` is the least size of a static cache.
+
+    Examples
+    --------
+    >>> fields = generation_fields(Decoding(), "dynamic", pad_id=0, slots=32)
+    >>> fields["do_sample"], "temperature" in fields
+    (False, False)
+    """
+    sampling = {
+        "temperature": float(decoding.temperature),
+        "top_k": decoding.top_k,
+        "top_p": float(decoding.top_p),
+        "min_p": decoding.min_p or None,
+    }
+    return {
+        "do_sample": not decoding.greedy,
+        "max_new_tokens": decoding.max_new_tokens,
+        "repetition_penalty": float(decoding.repetition_penalty),
+        "eos_token_id": list(decoding.stop_token_ids or ()) or None,
+        "pad_token_id": pad_id,
+        "num_beams": 1,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        **({} if decoding.greedy else sampling),
+        **({"max_cache_len": slots} if cache == "static" else {}),
+        **CACHES[cache],
+    }
 
 
 @contextlib.contextmanager

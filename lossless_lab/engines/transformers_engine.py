@@ -11,18 +11,19 @@ import torch
 from transformers import GenerationConfig
 
 from . import describe as facts
-from .conditions import ForcedTokens, kernels, neutral_settings, random_state
+from .conditions import (
+    CACHES,
+    ForcedTokens,
+    generation_fields,
+    kernels,
+    neutral_settings,
+    random_state,
+)
 from .decoding import Decoding, declared, stop_token_ids
 from .padding import pad
 from .protocol import Completion
 from .readout import Clock, chosen_logprobs, likeliest, true_length
 
-CACHES = {
-    "dynamic": {"use_cache": True},
-    # left to itself, generate compiles static caches on a GPU: two changes in one
-    "static": {"use_cache": True, "cache_implementation": "static", "disable_compile": True},
-    "none": {"use_cache": False},
-}
 _LEAST = {"batch_size": 1, "extra_padding": 0, "companions": 0, "top_logprobs": 0}
 Rows = Sequence[Sequence[int]]
 
@@ -75,6 +76,11 @@ class TransformersEngine:
     generate_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.network, "generate"):
+            raise TypeError(
+                "`model` must be a transformers model with `generate`, got "
+                f"{type(self.model).__name__}"
+            )
         if self.tokenizer is None:
             object.__setattr__(self, "tokenizer", getattr(self.model, "tokenizer", None))
         if self.cache not in CACHES:
@@ -94,7 +100,7 @@ class TransformersEngine:
                 f"`assistant` needs batches of one row, got `batch_size` {self.batch_size} and "
                 f"`companions` {self.companions}"
             )
-        stated = self._fields(Decoding(temperature=1.0), 1).keys() | {"max_length", "num_beams"}
+        stated = generation_fields(Decoding(temperature=1.0), self.cache, pad_id=0, slots=1).keys()
         if clash := sorted(stated & set(self.generate_options)):
             raise ValueError(f"`generate_options` may not set {', '.join(clash)}")
 
@@ -236,7 +242,8 @@ class TransformersEngine:
         n_rows, rows = len(rows), [*rows, *[rows[0]] * self.companions]
         ids, mask = pad(rows, self.pad_id, extra=self.extra_padding)
         width = ids.shape[1]
-        fields = self._fields(decoding, width + (slots or decoding.max_new_tokens) - 1)
+        slots = width + (slots or decoding.max_new_tokens) - 1
+        fields = generation_fields(decoding, self.cache, pad_id=self.pad_id, slots=slots)
         processors = []
         if forced is not None:
             companions = forced[:1].expand(self.companions, -1)
@@ -255,27 +262,6 @@ class TransformersEngine:
             )
         sequences = result.sequences[:n_rows, width:].tolist()
         return sequences, [step[:n_rows] for step in result.logits]
-
-    def _fields(self, decoding: Decoding, slots: int) -> dict[str, Any]:
-        """The generation config in full; `slots` is the least size of a static cache."""
-        sampling = {
-            "temperature": float(decoding.temperature),
-            "top_k": decoding.top_k,
-            "top_p": float(decoding.top_p),
-            "min_p": decoding.min_p or None,
-        }
-        return {
-            "do_sample": not decoding.greedy,
-            "max_new_tokens": decoding.max_new_tokens,
-            "repetition_penalty": float(decoding.repetition_penalty),
-            "eos_token_id": list(decoding.stop_token_ids or ()) or None,
-            "pad_token_id": self.pad_id,
-            "return_dict_in_generate": True,
-            "output_logits": True,
-            **({} if decoding.greedy else sampling),
-            **({"max_cache_len": slots} if self.cache == "static" else {}),
-            **CACHES[self.cache],
-        }
 
     def _text(self, ids: Sequence[int]) -> str:
         if self.tokenizer is None:

@@ -168,29 +168,33 @@ def json_line(value: Any) -> bytes:
     >>> json_line({"text": "中\\u2028"}).decode()
     '{"text": "中\\\\u2028"}\\n'
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return (_UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text) + "\n").encode()
+    return _strict(value)
 
 
 def append(path: Path, lines: Iterable[bytes]) -> None:
     """Add lines in one write and wait until they are on disk."""
-    with open(path, "ab") as file:
-        file.write(b"".join(lines))
-        file.flush()
-        os.fsync(file.fileno())
+    _put(path, "ab", b"".join(lines))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """All of the content or the former file, never a part."""
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    _put(part, "wb", content)
     os.replace(part, path)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Strict, indented JSON, written atomically."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1)
-    write_atomically(path, (_UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text) + "\n").encode())
+    write_atomically(path, _strict(value, indent=1))
+
+
+def _strict(value: Any, indent: int | None = None) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+    return _UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", text).encode()
+
+
+def _put(path: Path, mode: str, content: bytes) -> None:
+    with open(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

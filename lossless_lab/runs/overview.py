@@ -14,7 +14,7 @@ from .folder import Run, RunError, write_atomically
 from .manifest import configuration_hash
 
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
-_IN = (
+_IN = [
     "model_id",
     "dtype",
     "optimization",
@@ -27,8 +27,8 @@ _IN = (
     "prompts",
     "configuration",
     "created",
-)
-_OUT = (
+]
+_OUT = [
     "n_outputs",
     "tokens_per_s",
     "latency_ms_p50",
@@ -36,7 +36,7 @@ _OUT = (
     "first_token_ms_p50",
     "peak_rss_bytes",
     "witness",
-)
+]
 
 
 def table(root: str | Path | None = None) -> pd.DataFrame:
@@ -117,7 +117,7 @@ def _markdown(frame: pd.DataFrame) -> str:
     if frame.empty:
         return "No runs yet."
     shown = frame.drop(columns=["attention", "created"])
-    shown["peak_rss_bytes"] = shown["peak_rss_bytes"] / 2**20
+    shown["peak_rss_bytes"] = pd.to_numeric(shown["peak_rss_bytes"]) / 2**20
     shown = shown.rename(columns={"peak_rss_bytes": "peak_rss_MiB"}).astype(object)
     shown = shown.map(_cell)
     return shown.to_markdown(index=False, disable_numparse=True)

@@ -30,6 +30,7 @@ from .manifest import Manifest, circumstances, differences, facts
 from .metrics import PeakMemory, measured
 
 PARTS = "logits.parts"
+_TOLD = ("prompt_ids", "output_ids", "finish_reason", "logprobs", "top_logprobs", "timings")
 
 
 def record(
@@ -85,8 +86,9 @@ def record(
         return run
     (folder / "metrics.json").unlink(missing_ok=True)
     memory = PeakMemory()
-    with tqdm(total=len(keys), initial=todo[done].start if done < len(todo) else len(keys),
-              unit="output", desc=folder.name, disable=not progress) as bar:  # fmt: skip
+    bar = tqdm(total=len(keys), unit="output", desc=folder.name, disable=not progress)
+    with bar:
+        bar.update(todo[done].start if done < len(todo) else len(keys))
         for index, completions in complete(engine, ids, decoding, start=done):
             names = [keys[i] for i in todo[index]]
             if save_logits:
@@ -125,20 +127,11 @@ def _open(folder: Path, manifest: Manifest) -> None:
         write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
         return
     before = Run(folder).manifest
-    changed = differences(before, manifest)
+    changed = differences(before, manifest)[["field", "reference", "candidate"]].to_numpy().tolist()
     if before.save_logits != manifest.save_logits:
-        changed.loc[len(changed)] = [
-            "save_logits",
-            before.save_logits,
-            manifest.save_logits,
-            "",
-            "",
-        ]
-    if len(changed):
-        told = "; ".join(
-            f"`{row.field}` was {row.reference!r} and is {row.candidate!r}"
-            for row in changed.itertuples()
-        )
+        changed.append(("save_logits", before.save_logits, manifest.save_logits))
+    if changed:
+        told = "; ".join(f"`{name}` was {then!r} and is {now!r}" for name, then, now in changed)
         raise RunError(f"`folder`: {folder} holds another run: {told}; use another folder")
 
 
@@ -155,7 +148,7 @@ def _recover(
         except ValueError:
             break
         ends.append(ends[-1] + len(line) + 1)
-        names.append((held["prompt_id"], held["sample_index"]))
+        names.append((held.get("prompt_id"), held.get("sample_index")))
     if names != list(keys[: len(names)]):
         raise RunError(f"{path} holds outputs of other prompts or in another order")
     done = sum(rows.stop <= len(names) for rows in todo)
@@ -181,9 +174,7 @@ def _write_part(path: Path, names: Iterable[tuple[str, int]], rows: Sequence[Com
     tensors = {}
     for (prompt_id, sample_index), row in zip(names, rows, strict=True):
         if row.logits is None:
-            raise ValueError(
-                "`save_logits` needs an engine that keeps its logits; this one does not"
-            )
+            raise ValueError("`save_logits` needs an engine that keeps its logits; this does not")
         name = logits_name(prompt_id, sample_index)
         tensors[f"logits/{name}"] = row.logits.detach().float().cpu().contiguous()
         tensors[f"ids/{name}"] = torch.tensor(row.output_ids)
@@ -205,19 +196,13 @@ def _merge(folder: Path, n_parts: int) -> None:
 
 
 def _as_dict(name: tuple[str, int], row: Completion) -> dict[str, Any]:
-    logprobs, top = row.logprobs, row.top_logprobs
-    return {
-        "prompt_id": name[0],
-        "sample_index": name[1],
-        "prompt_ids": row.prompt_ids,
-        "output_ids": row.output_ids,
-        "text": whole_characters(row.text),
-        "finish_reason": row.finish_reason,
-        "logprobs": None if logprobs is None else [_finite(value) for value in logprobs],
-        "top_logprobs": None if top is None else [[(i, _finite(v)) for i, v in k] for k in top],
-        "timings": row.timings,
-    }
+    told = {field: _finite(getattr(row, field)) for field in _TOLD}
+    text = whole_characters(row.text)
+    return {"prompt_id": name[0], "sample_index": name[1], "text": text, **told}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The value with null for every number that JSON has no word for."""
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
