@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from . import __version__, paths
 from .plots.labels import escaped, make_drawable
-from .plots.theme import PRESETS
+from .plots.theme import size
 from .results import Result
 
 # An absolute path inside a text, and its last part.
@@ -71,9 +71,7 @@ def save(
     ------
     ValueError where `name`, `preset` or `provenance` breaks its rule.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}; got {preset!r}")
-    pictures = _render(fig, *PRESETS[preset])
+    pictures = _render(fig, *size(preset))
     return _write(name, pictures, data, {**provenance, "preset": preset}, folder)
 
 
@@ -109,8 +107,8 @@ def _cell(value: object) -> str:
 
 
 def _render(fig: Figure, width: float, height: float, dpi: int) -> dict[str, bytes]:
-    size = fig.get_size_inches().copy()
-    if abs(size[0] - width) > 0.01:
+    before = fig.get_size_inches().copy()
+    if abs(before[0] - width) > 0.01:
         fig.set_size_inches(width, height)
     make_drawable(fig)
     nothing = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
@@ -120,7 +118,7 @@ def _render(fig: Figure, width: float, height: float, dpi: int) -> dict[str, byt
             for suffix, file in files.items():
                 fig.savefig(file, format=suffix, dpi=dpi, metadata=nothing[suffix])
     finally:
-        fig.set_size_inches(size)
+        fig.set_size_inches(before)
     return {suffix: file.getvalue() for suffix, file in files.items()}
 
 

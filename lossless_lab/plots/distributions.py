@@ -65,14 +65,17 @@ def distribution_scatter(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes
     both = frame[["reference_logprob", "candidate_logprob"]].to_numpy(dtype=float)
     finite = np.isfinite(both)
     x, y = both[finite.all(axis=1)].T
-    low = np.floor(np.min(both, initial=0.0, where=finite)) - 1
-    line(ax, "equal", [low, 0], [low, 0], color=COLOURS["guide"], linewidth=0.8, label="equal")
+    low = np.floor(np.min(both, initial=0.0, where=finite)) - 0.5
+    high = max(np.ceil(np.max(both, initial=-np.inf, where=finite)), low + 1)
+    line(
+        ax, "equal", [low, high], [low, high], color=COLOURS["guide"], linewidth=0.8, label="equal"
+    )
     look = {"color": COLOURS["candidate"], "marker": ".", "markersize": 2.5, "linestyle": ""}
     dots = line(ax, "tokens", x, y, markeredgewidth=0, rasterized=True, **look)
     n_hidden = int((finite.sum(axis=1) == 1).sum())
     hidden = f" ({n_hidden} not shown: probability 0 on one side)" if n_hidden else ""
     dots.set_label(f"token{hidden}")
-    ax.set(xlim=(low, 0.5), ylim=(low, 0.5))
+    ax.set(xlim=(low, high), ylim=(low, high))
     ax.set(xlabel="reference log-probability (nats)", ylabel="candidate log-probability\n(nats)")
     legend(ax, loc="upper left")
     return ax

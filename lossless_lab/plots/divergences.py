@@ -92,7 +92,7 @@ def divergence_by_prompt(
     y = np.arange(len(rows))
     for name, marker in (("mean", "o"), ("maximum", "|")):
         look = {"color": COLOURS[quantity], "marker": marker, "markersize": 4, "linestyle": ""}
-        line(ax, name, shown[name], y, label=f"{name} over positions", **look)
+        line(ax, name, shown[name], y, label=name, **look)
     edges = "; left edge: 0" if (rows <= 0).any(axis=None) else ""
     edges += "" if np.isfinite(rows).all(axis=None) else "; right edge: infinite or NaN"
     ax.set(xscale="log", xlim=(left / 1.2, right * 1.2), ylim=(-0.6, len(y) - 0.4))

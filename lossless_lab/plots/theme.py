@@ -42,10 +42,17 @@ def style() -> contextlib.AbstractContextManager:
     return mpl.rc_context({**_file(), **fonts})
 
 
+def size(preset: str) -> tuple[float, float, int]:
+    """Width and height in inches, and dots per inch."""
+    if preset not in PRESETS:
+        raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}; got {preset!r}")
+    return PRESETS[preset]
+
+
 def axes(n_rows: int = 1, n_columns: int = 1, *, preset: str = "single", height=None):
     """New styled axes (one Axes, or an array of them) at a preset's width; `height` in inches."""
     import matplotlib.pyplot as plt
 
-    width, usual, _ = PRESETS[preset]
+    width, usual, _ = size(preset)
     with style():
         return plt.subplots(n_rows, n_columns, figsize=(width, height or usual * n_rows))[1]
