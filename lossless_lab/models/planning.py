@@ -96,7 +96,8 @@ def plan(
 
     if (asked_s := seconds(n_prompts, n_tokens)) > limit_s:
         n_prompts = max(min(n_prompts, fits), int(n_prompts * limit_s / asked_s) // fits * fits)
-        n_tokens = max(1, min(n_tokens, int(n_tokens * limit_s / seconds(n_prompts, n_tokens))))
+        per_batch_s = limit_s / -(-n_prompts // fits)
+        n_tokens = max(1, min(n_tokens, int((per_batch_s - prefill_s) / step_s)))
         notes.append(
             f"as asked it takes about {asked_s:.0f} s, over the limit of {limit_s:.0f} s: "
             f"{n_prompts} prompts x {n_tokens} tokens are proposed"
@@ -232,11 +233,12 @@ def _matrix_times(weights_bytes, dtype, batch_size, prompt_len) -> tuple[float, 
     matrix = torch.ones(2048, 2048, dtype=getattr(torch, dtype))
 
     def seconds(n_rows):
-        rows = torch.ones(n_rows, 2048, dtype=matrix.dtype)
-        rows @ matrix  # warm-up
+        rows = torch.ones(min(n_rows, 32), 2048, dtype=matrix.dtype)
+        rows[:1] @ matrix  # warm-up
         started = time.perf_counter()
         rows @ matrix
-        return (time.perf_counter() - started) * weights_bytes / matrix.nbytes
+        elapsed = time.perf_counter() - started
+        return elapsed * n_rows / len(rows) * weights_bytes / matrix.nbytes
 
     return seconds(batch_size * prompt_len), seconds(batch_size)
 
