@@ -51,7 +51,8 @@ class Answer:
     level : one of LEVELS.
     word : one of EXIT_CODES.
     estimate, confidence_interval, margin, minimum_detectable_effect
-        In the level's unit (MARGIN_UNITS); None where the word needs no number.
+        In the level's unit (MARGIN_UNITS); None where the word needs no number. The interval's
+        two limits are each one-sided at 95 %.
     n : number of independent units judged (prompts for 1b and 2, positions for 1a and 1c).
     not_shown : what this evidence could not have seen.
 
@@ -93,7 +94,7 @@ class Answer:
             parts.append(f"{MARGIN_UNITS[self.level]} {_number(self.estimate)}")
         if self.confidence_interval is not None:
             low, high = map(_number, self.confidence_interval)
-            parts.append(f"95 % interval [{low}, {high}]")
+            parts.append(f"limits [{low}, {high}]")
         if self.margin is not None:
             parts.append(f"margin {_number(self.margin)}")
         if self.n:
@@ -204,7 +205,7 @@ def _printed(verdict: Verdict) -> pd.DataFrame:
             "claim": frame["claim"],
             "answer": frame["word"],
             "estimate": numbers["estimate"],
-            "95 % interval": interval,
+            "limits": interval,
             "margin": numbers["margin"],
             "unit": frame["unit"],
             "n": frame["n"],

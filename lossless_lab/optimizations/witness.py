@@ -8,6 +8,7 @@ profiler tells which compiled regions were entered.
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
     network : the network that `generate` drives; left as it was.
     generate : a short generation, a few tokens long.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error
     target = getattr(network, "_orig_mod", network)
     rows, caches = [0], Counter()
     original = target.prepare_inputs_for_generation

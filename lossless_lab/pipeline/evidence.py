@@ -112,10 +112,10 @@ def gather(
 def supporting(evidence: Evidence) -> dict[str, Any]:
     """Figures that decide nothing: exact share, text similarity, speed."""
     pairs = list(zip(evidence.reference, evidence.candidate, strict=True))
-    found: dict[str, Any] = {
-        "exact share": evidence.tokens.exact_share,
-        "mean text similarity": float(np.mean([similarity(a.text, b.text) for a, b in pairs])),
-    }
+    found: dict[str, Any] = {"exact share": evidence.tokens.exact_share}
+    if any(a.text or b.text for a, b in pairs):  # no texts where nothing decodes them
+        alike = [similarity(a.text, b.text) for a, b in pairs]
+        found["mean text similarity"] = float(np.mean(alike))
     speeds = [tokens_per_second(side) for side in (evidence.reference, evidence.candidate)]
     if None not in speeds:
         found |= {"tokens/s": speeds[1], "speed-up": speeds[1] / speeds[0]}

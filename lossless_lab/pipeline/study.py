@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from lossless_lab import runs
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import Completion
+from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor
 from lossless_lab.optimizations import Optimization, find
@@ -22,7 +23,7 @@ from lossless_lab.pipeline.asked import decoding_for, prompts_for, require_memor
 from lossless_lab.pipeline.causes import cause
 from lossless_lab.pipeline.controls import measured_floor
 from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, supporting
-from lossless_lab.pipeline.subjects import Live, Stored, Subject, as_subject
+from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored, Subject, as_subject
 from lossless_lab.statistical.divergences import distribution
 from lossless_lab.verdict import Verdict, uniform
 
@@ -113,7 +114,9 @@ class Study:
         self.verdicts: dict[str, Verdict] = {}
         self.evidence: dict[str, Evidence] = {}
         self.subjects: dict[str, Subject] = {}
-        self._decoding, self._tokenizer, self._margins = decoding, tokenizer, dict(margins or {})
+        self._tokenizer, self._margins = tokenizer, dict(margins or {})
+        stored = isinstance(self.reference, Stored)
+        self._decoding = self.decoding if stored and decoding is None else decoding
         self._given_floor, self._n_variants = floor, n_variants
         self._keep, self._progress = keep_logits, progress
         self._floors: dict[tuple[str, ...], NoiseFloor | None] = {}
@@ -302,8 +305,13 @@ def _applied(candidate: Any, reference: Any) -> Any:
         candidate = find(candidate)
     if not isinstance(candidate, Optimization):
         return candidate
-    engine = getattr(reference, "engine", reference)
-    return candidate.apply(getattr(engine, "model", engine))
+    engine = getattr(as_subject(reference), "engine", None)
+    if not isinstance(engine, TransformersEngine):
+        raise NotEvidence(
+            f"{candidate.name!r} can only be applied to a model in this process; "
+            f"`reference` is {type(reference).__name__}"
+        )
+    return candidate.apply(engine.model)
 
 
 def _is_stored(candidate: Any) -> bool:
