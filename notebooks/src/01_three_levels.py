@@ -1,0 +1,577 @@
+# %% [markdown]
+# # 01 · What does "lossless" mean?
+#
+# **Question.** Somebody makes a model faster and says that its output has not changed: in which
+# sense, and how would you check it?
+
+# %% [markdown]
+# **What you will learn**
+#
+# - to tell apart three claims that all go by the name *lossless*, and to say which one your own
+#   use needs;
+# - to check each claim by hand, on three tokens or two sentences, and then on a real model;
+# - why none of the claims implies the next one;
+# - why "we found no difference" is not yet an answer.
+#
+# **What you need**: a CPU, no network, ten minutes to read. The cells run in well under a minute.
+
+# %%
+import hashlib
+
+import numpy as np
+import pandas as pd
+import torch
+from IPython.display import Markdown
+
+from lossless_lab import TransformersEngine, divergences, figures, models, panels, paths, plots
+from lossless_lab.numerical.noise import ulp_of
+from lossless_lab.panels.which_level_breaks import levels
+from lossless_lab.semantic.text import similarity
+from lossless_lab.stats.intervals import share_interval
+
+# %% [markdown]
+# The next cell is the only one to change for a run of your own.
+
+# %% tags=["parameters"]
+MODEL = "tiny-target"
+DRAFT = "tiny-draft"
+N_PER_BRACKET = 100
+SCALE = 1.2
+
+# %%
+target, draft = models.load(MODEL), models.load(DRAFT)
+facts = TransformersEngine(target).describe()
+stamp = {key: facts[key] for key in ("torch", "transformers", "dtype", "attention", "threads")}
+pd.options.display.float_format = "{:.3g}".format
+print(target, draft, stamp, sep="\n")
+
+# %% [markdown]
+# ## The words, and a first example by hand
+#
+# | word | meaning |
+# |---|---|
+# | *token* | what a model reads and writes: a word, a part of one, or a few bytes |
+# | *logits* | one score for each token of the vocabulary |
+# | *law* | the probabilities that softmax makes of the logits: exp(logit) divided by the sum of all exp(logit) |
+# | *greedy* | always take the likeliest token; *sampling* draws from the law instead |
+# | *reference, candidate* | the model before the change, and the one to be judged; always in this order |
+# | *total variation* (TV) | half the sum of the absolute differences of two laws, from 0 to 1 |
+#
+# TV has a plain meaning: however cleverly two samplers share their random numbers, at least this
+# share of their tokens differs.
+#
+# Take a model with three tokens A, B, C and the law .7, .2, .1. A candidate multiplies all its
+# logits by 2. **By hand:** doubling a logit squares its probability, so the squares .49, .04, .01
+# are divided by their sum .54, which gives .907, .074, .019. The order is what it was. A gains
+# .907 − .7 = .207, the others lose exactly that, and so TV is .207.
+
+# %%
+reference_law = np.array([0.7, 0.2, 0.1])
+squares = np.exp(2 * np.log(reference_law))
+candidate_law = squares / squares.sum()
+tv = np.abs(reference_law - candidate_law).sum() / 2
+assert candidate_law.argmax() == reference_law.argmax() and round(tv, 3) == 0.207
+candidate_law.round(3), tv.round(3)
+
+# %% [markdown]
+# A greedy user will never see a difference. Someone who samples gets another token at least 207
+# times in 1,000. Was the change lossless? That depends on what was promised:
+#
+# | level | the promise | kept when |
+# |---|---|---|
+# | **1 numerical** | the same computation | **1a** all logits are equal, bit for bit; **1b** the same tokens come out; **1c** logits differ no more than under re-orderings that everybody calls harmless |
+# | **2 statistical** | the same law | every token keeps its probability |
+# | **3 semantic** | the same usefulness | as many tasks are solved, within a margin stated beforehand |
+
+# %% [markdown]
+# ## Level 1: the same computation
+#
+# ### By hand: a sum in another order
+#
+# A computer rounds after every addition. The format bf16 keeps 8 binary digits of a number, and
+# from 256 = 2⁸ on that is one digit too few: up to 512 it holds **only even numbers**.
+#
+# **Prediction.** (256 + 1) + 1: there is no 257, it lies halfway between 256 and 258 and is rounded
+# to 256, and then the same happens again. But 256 + (1 + 1) is 258, which exists.
+
+# %%
+big, one = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
+from_the_left, from_the_right = (big + one) + one, big + (one + one)
+assert (from_the_left, from_the_right) == (256, 258)
+from_the_left.item(), from_the_right.item()
+
+# %% [markdown]
+# One formula, two results, and no bug. A model adds hundreds of numbers for every logit, in an
+# order that depends on the batch, the cache and the kernel. That the formula is unchanged does
+# therefore not prove that the result is.
+#
+# ### On a real model
+#
+# `tiny-target` is a small Llama that has learnt the source of Python's standard library, and
+# `tiny-draft` a smaller one. We take code that neither has seen, stop before a closing bracket, 100
+# times before `)` and 100 times before `]`, show the model the 160 characters before it, and keep
+# the logits of the next token. **One set of 200 rows of logits will answer the questions of all
+# three levels.**
+
+# %%
+text = (paths.DATA / "models" / "held_out.txt").read_text(encoding="utf-8")
+
+
+def places(bracket):
+    found = np.array([i for i, character in enumerate(text) if character == bracket and i >= 160])
+    return found[np.linspace(0, len(found) - 1, N_PER_BRACKET).astype(int)]
+
+
+# %%
+stops = np.concatenate([places(")"), places("]")])
+prompts = [target.tokenizer(text[i - 160 : i])["input_ids"] for i in stops]
+n = len(prompts)
+print(text[stops[-1] - 160 : stops[-1]], "   <-- which bracket comes next?")
+
+
+# %%
+def read(model, batch_size=1, **options):
+    """Raw logits [n, vocab_size] of the token after each prompt, as `generate` computes them."""
+    engine = TransformersEngine(model, **options)
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    return torch.cat([row for batch in batches for row in engine.score(batch, [[0]] * len(batch))])
+
+
+reference = read(target)
+
+# %% [markdown]
+# Now five changes. The first two only re-order sums: prompts share a batch with seven others, or
+# attention is computed by another kernel. The third rounds everything to bf16. The fourth
+# multiplies the logits by a number. The fifth is no optimisation at all: it swaps the model for
+# the small one.
+
+# %%
+candidates = {"batches of 8": read(target, batch_size=8)}
+candidates["eager attention"] = read(target, attention="eager")
+candidates["bf16"] = read(models.load(MODEL, dtype="bfloat16"))
+candidates[f"logits × {SCALE}"] = SCALE * reference
+candidates["draft instead"] = read(draft)
+
+# %% [markdown]
+# **Prediction.** Re-ordering touches the last digits of nearly every row (1a fails) and hardly ever
+# a greedy token (1b holds). bf16 does the same with coarser digits. In both cases the difference
+# should be a few rounding steps of the format at the size of the largest logit: if that lies
+# between 8 and 16, a step is a millionth in fp32 and 1/16 in bf16.
+
+# %%
+frames = {k: divergences(reference, c, prompt_id=k).frame for k, c in candidates.items()}
+level_1 = pd.DataFrame(index=list(candidates))
+level_1["1a: rows equal"] = [int((reference == c).all(-1).sum()) for c in candidates.values()]
+level_1["1b: greedy tokens equal"] = [int(f["top1_agree"].sum()) for f in frames.values()]
+level_1["largest difference (RMS)"] = [f["logit_rms"].max() for f in frames.values()]
+
+# %%
+difference = level_1["largest difference (RMS)"]
+formats = ["bfloat16" if name == "bf16" else "float32" for name in candidates]
+level_1["in rounding steps"] = difference / [ulp_of(reference.max(), f) for f in formats]
+floor = difference.iloc[:2].max()
+level_1["1c: times the floor"] = (difference / floor).where(difference > floor, "sets the floor")
+level_1
+
+# %% [markdown]
+# Read the last two columns. The harmless re-orderings and bf16 are off by a few rounding steps *of
+# their own format* at most; the last two rows are not rounding. Level 1c uses a unit that needs no such
+# knowledge, the **noise floor**: the largest difference that harmless re-orderings made. bf16 lies
+# far above it and is therefore another computation, however natural its rounding.
+#
+# Now the first two. 1a is lost as soon as anything is re-ordered. 1b survives as long as the two
+# best logits of a row lie further apart than they are moved. Here are the closest calls of bf16:
+# `reference_margin` is the distance of the two best logits, `logit_rms` how far logits moved.
+
+# %%
+closest = frames["bf16"].nsmallest(3, "reference_margin")
+closest.set_index("position")[["reference_margin", "logit_rms", "top1_agree"]]
+
+# %% [markdown]
+# ## Level 2: the same law
+#
+# ### By hand: three tokens and a rejection rule
+#
+# In *speculative decoding* a small **draft** model proposes a token, and the large **target** model
+# accepts it with probability min(1, target/draft). Proposed with probability *draft* and then
+# accepted, a token comes out with the smaller of the two probabilities. After a rejection another
+# token is drawn, and everything depends on the law it is drawn from.
+#
+# | | A | B | C | sum |
+# |---|---|---|---|---|
+# | target | .7 | .2 | .1 | 1 |
+# | draft | .2 | .5 | .3 | 1 |
+# | proposed and accepted: the smaller one | .2 | .2 | .1 | .5 |
+# | still missing: target − draft, where positive | .5 | 0 | 0 | .5 |
+# | **right rule**: fill up with what is missing | .2 + .5 = **.7** | **.2** | **.1** | 1 |
+# | **broken rule**: draw from target again | .2 + .35 = **.55** | .2 + .10 = **.30** | .1 + .05 = **.15** | 1 |
+#
+# **Prediction.** The right rule gives exactly target: TV 0. The broken rule sounds as sensible,
+# writes as fluently, raises no error, and has a TV of .7 − .55 = .15.
+
+
+# %%
+def speculative_law(target_probs, draft_probs, after_rejection):
+    accepted = np.minimum(target_probs, draft_probs)
+    return accepted + (1 - accepted.sum(-1, keepdims=True)) * after_rejection
+
+
+def missing(target_probs, draft_probs):
+    positive = (target_probs - draft_probs).clip(0)
+    return positive / positive.sum(-1, keepdims=True)
+
+
+# %%
+abc = np.array([0.7, 0.2, 0.1]), np.array([0.2, 0.5, 0.3])  # target, draft
+right, broken = speculative_law(*abc, missing(*abc)), speculative_law(*abc, abc[0])
+assert np.allclose(right, abc[0]) and np.allclose(broken, [0.55, 0.30, 0.15])
+assert np.isclose(np.abs(broken - abc[0]).sum() / 2, 0.15)
+pd.DataFrame({"target": abc[0], "right rule": right, "broken rule": broken}, index=[*"ABC"]).T
+
+# %% [markdown]
+# ### On the real pair
+#
+# The same two functions take all 512 tokens and all 200 places: nothing is sampled, the law itself
+# is computed. Beside `tiny-draft` we try a hopeless draft that finds all tokens equally likely.
+#
+# **Prediction.** A proposal is accepted with probability 1 − TV(target, draft), so the hopeless
+# draft will be *slow*. It will not be *wrong*: the right rule gives target for any draft, up to the
+# last of the 16 digits of fp64.
+
+
+# %%
+def judge(target_probs, draft_probs):
+    rules = {"right rule": missing(target_probs, draft_probs), "broken rule": target_probs}
+    laws = {k: speculative_law(target_probs, draft_probs, rule) for k, rule in rules.items()}
+    tv = {f"TV, {k}": np.abs(law - target_probs).sum(-1).mean() / 2 for k, law in laws.items()}
+    return {"accepted": np.minimum(target_probs, draft_probs).sum(-1).mean(), **tv}
+
+
+# %%
+target_probs = reference.double().softmax(-1).numpy()
+draft_probs = candidates["draft instead"].double().softmax(-1).numpy()
+drafts = {
+    DRAFT: draft_probs,
+    "hopeless draft": np.full_like(draft_probs, 1 / draft_probs.shape[-1]),
+}
+level_2 = pd.DataFrame({name: judge(target_probs, probs) for name, probs in drafts.items()}).T
+level_2
+
+# %%
+(accepted, _, broken_tv), (_, hopeless_tv, _) = level_2.values[0], level_2.values[1]
+formula = 1 - frames["draft instead"]["total_variation"].mean()
+Markdown(
+    f"Accepted: **{accepted:.4f}**; the formula 1 − TV gives {formula:.4f}, ratio "
+    f"{accepted / formula:.4f}. The broken rule is off by a TV of **{broken_tv:.3f}**."
+)
+
+# %% [markdown]
+# ## Level 3: the same usefulness
+#
+# ### By hand: two answers, one of them right
+#
+# *How large is the KV cache of 8 texts of 4,096 tokens, with 32 layers, 8 KV heads of 128
+# dimensions, keys and values, 2 bytes each?* In powers of two, 2³ · 2¹² · 2⁵ · 2³ · 2⁷ · 2 · 2 =
+# 2³² bytes: 4.00 GiB.
+#
+# **Prediction.** An answer of 27 characters with one wrong character has a similarity of 26/27 =
+# .963 to the right one. An answer in other words scores low, however right it is.
+
+# %%
+assert 8 * 4096 * 32 * 8 * 128 * 2 * 2 == 2**32 == 4 * 1024**3
+first = "The KV cache needs 4.00 GiB"
+others = {"The KV cache needs 1.00 GiB": "no", "Exactly 2^32 bytes, or four gibibytes": "yes"}
+alike = {answer: similarity(first, answer) for answer in others}
+assert round(alike["The KV cache needs 1.00 GiB"], 3) == round(26 / 27, 3) == 0.963
+pd.DataFrame({"right": others, "similarity": alike})
+
+# %% [markdown]
+# The wrong answer is the more similar one. Similarity is worth a look and decides nothing: level 3
+# needs tasks, each of them solved or not.
+#
+# ### On the real model: which bracket closes?
+#
+# Our 200 places are such a task. It is solved where the model finds the right one of `)` and `]`
+# likelier than the other. **Prediction.** Rounding and scaling leave the order of two logits alone
+# unless they nearly tie, so the first four changes should lose next to nothing. The small model has
+# learnt less; whether that costs brackets is for the count to say.
+
+# %%
+closers = target.tokenizer.convert_tokens_to_ids([")", "]"])
+option_ids = np.array([closers if text[i] == ")" else closers[::-1] for i in stops])
+
+
+def solved(logits):  # the right bracket is the first of the two options
+    right, wrong = np.take_along_axis(logits.numpy(), option_ids, axis=1).T
+    return right > wrong
+
+
+before = solved(reference)
+
+# %%
+after = {name: solved(logits) for name, logits in candidates.items()}
+level_3 = pd.DataFrame({"solved": {name: a.sum() for name, a in after.items()}})
+level_3["lost"] = [(before & ~a).sum() for a in after.values()]
+level_3["won"] = [(~before & a).sum() for a in after.values()]
+bounds = [share_interval(int(lost), n, alternative="less").high for lost in level_3["lost"]]
+level_3["share lost, at most"] = bounds
+print(f"The reference solves {before.sum()} of {n}.")
+level_3
+
+# %% [markdown]
+# Read *lost* and *won*, not only the sums: a change that loses ten and wins ten solves as many tasks
+# as before, and is another model. The last column says how many of all such places may be lost,
+# given that only 200 were tried (one-sided 95 %). That number, not the count, is held against the
+# margin, say 2 points.
+#
+# ## A vector, not a ladder
+#
+# It is tempting to think of the levels as the steps of a ladder, where whoever stands on one has
+# climbed the others. Put the answers side by side. In the row of the scaled logits 1b and 3 are
+# kept and 2 is lost. And compare 1b with 3 in the row of bf16: the greedy token is only the top of
+# the law, while the choice between two brackets may be made further down.
+
+# %%
+vector = pd.DataFrame(index=list(candidates))
+vector["1a: rows changed"] = n - level_1["1a: rows equal"]
+vector["1b: greedy tokens changed"] = n - level_1["1b: greedy tokens equal"]
+vector["1c: times the floor"] = level_1["1c: times the floor"]
+vector["2: mean TV"] = [frame["total_variation"].mean() for frame in frames.values()]
+vector["3: brackets changed"] = level_3["lost"] + level_3["won"]
+vector
+
+# %% [markdown]
+# Multiplying by a positive number keeps every order, so 1b and 3 hold *by proof*; the law becomes
+# sharper, so level 2 fails. By how much can be estimated beforehand: TV is about (scale − 1)/2
+# times the mean distance of a logit from the mean logit, both taken under the law itself. (This is
+# the first term of a series in scale − 1; the law cannot sharpen beyond 1, so it comes out high.)
+
+# %%
+mean = (target_probs * reference.numpy()).sum(-1, keepdims=True)
+distance = (target_probs * np.abs(reference.numpy() - mean)).sum(-1).mean()
+estimate = (SCALE - 1) / 2 * distance
+scaled_tv = vector.loc[f"logits × {SCALE}", "2: mean TV"]
+Markdown(f"Estimate {estimate:.3f}, measured {scaled_tv:.3f}, ratio {scaled_tv / estimate:.2f}.")
+
+# %%
+data = pd.concat(frames.values())[["prompt_id", "position", "total_variation"]]
+ax = plots.divergence_by_prompt(data, ax=plots.axes(preset="double"))
+provenance = {"notebook": "01_three_levels", "model": MODEL, "scale": SCALE, **stamp}
+print(figures.save(ax.figure, "01_total_variation", data, provenance, preset="double"))
+
+# %% [markdown]
+# The picture shows TV for each change, on a logarithmic axis: its mean and its largest value over
+# the 200 places. Re-ordering, bf16 and the rest lie many powers of ten apart, and a look at greedy
+# tokens alone could not have told the harmless from the harmful.
+#
+# The vector points the other way too. Sample the *same* law twice, with two seeds: level 2 holds
+# by construction, and the tokens differ all the same. **Prediction.** Two draws agree with a
+# probability that is the sum of the squared probabilities.
+
+
+# %%
+def draw(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(torch.from_numpy(target_probs), 1000, True, generator=generator)
+
+
+agree, expected = (draw(0) == draw(1)).double().mean().item(), (target_probs**2).sum(-1).mean()
+Markdown(f"Draws that agree: {agree:.4f}, expected {expected:.4f}, ratio {agree / expected:.3f}.")
+
+# %% [markdown]
+# ## What does "no difference found" show?
+#
+# If a share *s* of all prompts differ, *n* prompts show no difference with probability (1 − s)ⁿ. So
+# long as that is above 5 %, such an *s* is not excluded. The largest one left is 1 − .05^(1/n),
+# about 3/n. **By hand:** for n = 3, .05^(1/3) = .37, which leaves 63 %.
+
+# %%
+largest_share = pd.Series({m: 1 - 0.05 ** (1 / m) for m in (3, 20, 58, 59, n, 1000)})
+assert round(largest_share[3], 2) == 0.63 and largest_share[59] < 0.05 < largest_share[58]
+largest_share.rename_axis("identical outputs").to_frame("share that may still differ")
+
+# %% [markdown]
+# "3 of 3 identical" leaves room for two thirds of all prompts to differ. Say beforehand which share
+# would matter to you; 59 identical outputs are needed to stay below 5 %. Hence the words that this
+# workbench uses: *PROVEN* for equal bits or equal laws, *EQUIVALENT* only with such a bound below a
+# stated margin, *DIFFERENT*, and otherwise *INCONCLUSIVE*, with the number of prompts that it takes.
+#
+# ## Which level does my use need?
+#
+# | use | level | because |
+# |---|---|---|
+# | JSON and other structured output, code that is run, caches and tests that compare outputs | **1** (1b, and 1a for a replay bit by bit) | one other token breaks the syntax or the comparison |
+# | services that sample, training data made by a model, scores averaged over samples | **2** | no single token matters, all probabilities do |
+# | open answers: explanations, summaries, conversation | **3** | many texts are equally good |
+#
+# ## Turn the knobs yourself
+#
+# The panel holds the 200 rows of logits and answers all levels exactly while you move. Before each
+# move, say which answers will change:
+#
+# 1. *logits times* from 1.0 to 1.2;
+# 2. back to 1.0, and *noise* up step by step: which answer falls first, which last?
+# 3. noise back to 0, and the *draft rule* through its four settings.
+
+# %%
+arrays = reference.numpy(), candidates["draft instead"].numpy(), option_ids
+panels.which_level_breaks(*arrays, decode=target.tokenizer.decode)
+
+# %% [markdown]
+# The same answers without a panel, for five settings of the knobs:
+
+# %%
+settings = {
+    f"logits × {SCALE}": {"scale": SCALE},
+    "noise .001": {"noise": 1e-3},
+    "noise .1": {"noise": 0.1},
+    "noise 1": {"noise": 1.0},
+    "broken draft rule": {"rule": "resample from target"},
+}
+tables = {k: levels(*arrays, **v).table.set_index("level")["answer"] for k, v in settings.items()}
+pd.DataFrame(tables).T
+
+# %% [markdown]
+# Scaling breaks 1a and 2. Noise breaks 1a at once and the others one after another, each when it
+# exceeds that level's margin; INCONCLUSIVE means that too few places were tried to say. The draft
+# rule touches the law and nothing else, because neither greedy decoding nor our task samples.
+#
+# ## Sentences that you will read elsewhere
+#
+# Each of them sounds right, and the runs above say otherwise.
+
+# %%
+bits = vector.iloc[0, 0]
+found = {
+    "The formula is the same, so batching is lossless.": f"bits: {bits} of {n} rows differ",
+    "The greedy output is the same, so the model is.": f"scaled: mean TV {scaled_tv:.3f}",
+    "After a rejection, sample from the target.": f"TV .15 by hand, {broken_tv:.3f} here",
+    "A poor draft makes the output wrong.": f"TV {hopeless_tv:.0e}: slow, not wrong",
+    "3 of 3 outputs are identical: no effect.": f"up to {largest_share[3]:.0%} may differ",
+    "A similarity of .96 is harmless.": "4.00 GiB and 1.00 GiB have it",
+}
+Markdown(figures.to_markdown(pd.DataFrame(found.items(), columns=["claim", "found above"])))
+
+# %% [markdown]
+# ## Verdict
+
+# %%
+scaled, noisy, bf16 = vector.loc[f"logits × {SCALE}"], vector.iloc[:2].max(), vector.loc["bf16"]
+bound = share_interval(int(noisy.iloc[1]), n, alternative="less").high
+Markdown(
+    f"""On {MODEL}, no level implied another: logits × {SCALE} changed {scaled.iloc[1]} of {n} greedy
+tokens, {scaled.iloc[4]} bracket choices, and the sampling law by a mean TV of {scaled.iloc[3]:.3f}.
+Re-ordering the same sums changed {noisy.iloc[1]} tokens, hence at most {bound:.1%} of all such
+places (one-sided 95 %), at a mean TV of {noisy.iloc[3]:.0e}; bf16 changed {bf16.iloc[1]} tokens
+and {bf16.iloc[4]} brackets, at {bf16.iloc[3]:.0e}. Not shown: later tokens, other texts and
+models, engines, GPUs, and any task but {n} closing brackets."""
+)
+
+# %% [markdown]
+# ## Check yourself
+#
+# Write a letter for each question into the next cell and run it together with the one after it.
+#
+# 1. A candidate's logits are those of the reference **plus 3**, for every token. Which claims are
+#    broken, rounding apart? (a) 1a only (b) 1a and 2 (c) all of them
+# 2. Target has the law .5, .5 and the draft .9, .1. Which share of the proposals is accepted?
+#    (a) .4 (b) .5 (c) .6
+# 3. The draft is replaced by a worse one, the rule stays right. What changes?
+#    (a) the law (b) the speed (c) both
+# 4. Thirty prompts gave thirty identical outputs. Which share of all prompts may still differ?
+#    (a) 0 % (b) about 1 % (c) about 10 %
+# 5. A program parses the JSON that your service writes greedily. Which claim do you have to check?
+#    (a) 1b (b) 2 (c) 3
+
+# %%
+MY_ANSWERS = {1: "", 2: "", 3: "", 4: "", 5: ""}
+
+# %%
+KEYS = {1: "892fef53", 2: "b19d3618", 3: "4b489176", 4: "198ee344", 5: "69072bb2"}
+SECTIONS = {1: "The words", 2: "Level 2", 3: "Level 2", 4: "What does", 5: "Which level"}
+
+
+def mark(question, answer):
+    answer = answer.strip(" ().").lower()
+    digest = hashlib.sha256(f"01 {question} {answer}".encode()).hexdigest()[:8]
+    again = f"not yet, see '{SECTIONS[question]} …'" if answer else "no answer"
+    return "right" if digest == KEYS[question] else again
+
+
+marks = {question: mark(question, answer) for question, answer in MY_ANSWERS.items()}
+print(*(f"{question}: {result}" for question, result in marks.items()), sep="\n")
+
+# %% [markdown]
+# <details><summary>Answers</summary>
+#
+# 1. **a.** softmax divides the factor e³ out again, so every probability stays; only the bits of
+#    the logits change.
+# 2. **c.** The smaller ones are .5 and .1, together .6.
+# 3. **b.** The right rule fills up exactly what is missing, whatever the draft; a worse draft is
+#    rejected more often.
+# 4. **c.** 1 − .05^(1/30) = 9.5 %.
+# 5. **a.** One other token can break the syntax; that the law is kept does not help a parser.
+#
+# </details>
+#
+# ## Exercises
+#
+# **1.** fp16 keeps 11 binary digits. Find three numbers, as above, whose sum depends on the order.
+#
+# <details><summary>Answer</summary>
+#
+# From 2¹¹ = 2048 on fp16 holds only even numbers: (2048 + 1) + 1 = 2048, but 2048 + (1 + 1) = 2050.
+# Check with `torch.tensor([2048.0, 1.0], dtype=torch.float16)`.
+#
+# </details>
+#
+# **2.** A real bug: the draft proposed its *likeliest* token, but was judged with its softmax
+# probabilities. Which law comes out for target .7, .2, .1 and draft .2, .5, .3?
+#
+# <details><summary>Answer</summary>
+#
+# The draft always proposes B, which is accepted with probability .2/.5 = .4; otherwise A is drawn,
+# the only token that is missing. The law is **.6, .4, 0**: TV .2, and an infinite KL divergence,
+# because C can never be written. It is the fourth setting of the panel's draft rule.
+#
+# </details>
+#
+# **3.** Predict the mean TV for `SCALE = 1.05`, then run the notebook with it.
+#
+# <details><summary>Answer</summary>
+#
+# To first order TV grows with scale − 1, and .05 is a quarter of .2: expect a quarter of the TV, and
+# a ratio to the estimate nearer to 1.
+#
+# </details>
+#
+# **4.** Write a wrong answer whose similarity with the right one is above .99.
+#
+# <details><summary>Answer</summary>
+#
+# Hide one wrong digit in a longer answer: with *n* characters the similarity is 1 − 1/n, so 101
+# characters are enough. The longer the answer, the less a similarity says.
+#
+# </details>
+#
+# ## Glossary · 词汇表
+
+# %%
+glossary = pd.read_csv(paths.DATA / "glossary" / "glossary.csv")
+glossary.columns = ["English", "中文", "Definition", "定义"]
+Markdown(figures.to_markdown(glossary))
+
+# %% [markdown]
+# ## Sources
+#
+# - The right rule, and why it is exact: Leviathan, Kalman, Matias, *Fast inference from transformers
+#   via speculative decoding* (2023), arXiv 2211.17192; Chen et al. (2023), arXiv 2302.01318.
+# - The bug of exercise 2: huggingface/transformers, issue 32867.
+# - Rounding: Goldberg, *What every computer scientist should know about floating-point arithmetic*,
+#   ACM Computing Surveys 23 (1991).
+# - The rule of three: Hanley and Lippman-Hand, *If nothing goes wrong, is everything all right?*,
+#   JAMA 249 (1983).
+# - The models: `data/models`, trained on the source of Python's standard library.
+#
+# Next: 02 (how much memory a cache takes), 03 (where compiled code departs), 05 (speculative
+# decoding in full).
