@@ -318,6 +318,8 @@ def test_hashes_are_remembered_until_the_file_changes(cache, tmp_path, monkeypat
     assert places.sha256(file) == "hashed again"
     (cache / "sha256.json").write_text("torn {")
     assert places.sha256(file) == "hashed again"
+    monkeypatch.setattr(paths, "CACHE", file / "cannot be made")
+    assert places.sha256(file) == "hashed again"
 
 
 # ---- planning --------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ def _fetch_smollm2() -> Path:
     from filelock import FileLock
 
     done, partial = paths.CACHE / "smollm2", paths.CACHE / "partial"
-    partial.mkdir(parents=True, exist_ok=True)
+    paths.CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(paths.CACHE / "fetch.lock"):
+        partial.mkdir(exist_ok=True)
         if not places.weight_files(done):
             _provide_gguf(partial)
             shutil.rmtree(partial / done.name, ignore_errors=True)  # an interrupted conversion

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -114,7 +115,9 @@ def sha256(file) -> str:
         known = {}
     if key not in known:
         known[key] = _hash(file)
-        if file.stat().st_size > 2**24:  # smaller ones are hashed sooner than looked up
+        if file.stat().st_size < 2**24:  # hashed sooner than looked up
+            return known[key]
+        with suppress(OSError):  # a read-only cache only costs the hash again
             paths.CACHE.mkdir(parents=True, exist_ok=True)
             memory.write_text(json.dumps(known, indent=1), encoding="utf-8")
     return known[key]

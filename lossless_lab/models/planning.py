@@ -149,12 +149,10 @@ def free_bytes(device="cpu") -> int:
     """
     import torch
 
-    gpus = range(torch.cuda.device_count()) if device == "auto" else [device]
-    if device != "auto" and torch.device(device).type != "cuda":
-        gpus = []
+    if device != "auto" and torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    gpus = range(torch.cuda.device_count()) if device == "auto" else ()
     on_gpus = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-    if gpus and device != "auto":
-        return on_gpus
     return on_gpus + min(psutil.virtual_memory().available, _container_rest())
 
 
