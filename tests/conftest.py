@@ -4,8 +4,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: two threads only wait for each other
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 PROMPT_S = (1, 5, 9, 13)
 PROMPT_L = (1, 7, 8, 11, 15, 20, 33, 41, 50)
