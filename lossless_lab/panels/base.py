@@ -49,10 +49,7 @@ class Content(Result):
 
     def to_html(self) -> str:
         """Text and table, escaped."""
-        if self.table is None:
-            return _lines(self.text)
-        table = self.table.to_html(index=False, border=0, justify="left")
-        return f"{_lines(self.text)}<div class='jp-RenderedHTMLCommon'>{table}</div>"
+        return _lines(self.text) + ("" if self.table is None else _table(self.table))
 
     def __str__(self) -> str:
         return self.text
@@ -211,6 +208,18 @@ class Panel(ipywidgets.VBox):
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _table(frame: pd.DataFrame) -> str:
+    look = "text-align:left;padding:2px 16px 2px 0"
+
+    def row(tag: str, cells) -> str:
+        inner = (f"<{tag} style='{look}'>{html.escape(str(cell))}</{tag}>" for cell in cells)
+        return f"<tr>{''.join(inner)}</tr>"
+
+    body = "".join(row("td", cells) for cells in frame.itertuples(index=False))
+    head = f"<thead>{row('th', frame.columns)}</thead>"
+    return f"<table style='margin-left:0'>{head}<tbody>{body}</tbody></table>"
 
 
 def _lines(text: str, look: str = "") -> str:

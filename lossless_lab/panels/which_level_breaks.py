@@ -21,7 +21,7 @@ from lossless_lab.statistical.divergences import distribution, from_probs, total
 
 from .base import Content, Panel
 
-RULES = ("no draft", "correct residual", "resample from target", "greedy draft judged by softmax")
+RULES = ("no draft", "correct residual", "resample from target", "greedy, judged soft")
 NOISE = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0)
 MARGINS = {"1b": 0.05, "2": 0.01, "3": 0.02}  # share of prompts, total variation, share of items
 
@@ -135,7 +135,7 @@ def output_law(target_probs: np.ndarray, draft_probs: np.ndarray, *, rule: str) 
     >>> target, draft = np.array([[0.7, 0.2, 0.1]]), np.array([[0.2, 0.5, 0.3]])
     >>> output_law(target, draft, rule="correct residual").round(9).tolist()
     [[0.7, 0.2, 0.1]]
-    >>> output_law(target, draft, rule="greedy draft judged by softmax").round(9).tolist()
+    >>> output_law(target, draft, rule="greedy, judged soft").round(9).tolist()
     [[0.6, 0.4, 0.0]]
     """
     if rule not in RULES:
@@ -143,7 +143,7 @@ def output_law(target_probs: np.ndarray, draft_probs: np.ndarray, *, rule: str) 
     if rule == "no draft":
         return target_probs
     kept = np.minimum(target_probs, draft_probs)  # what a sampled draft's acceptance lets through
-    if rule == "greedy draft judged by softmax":
+    if rule == "greedy, judged soft":
         favourite = draft_probs == draft_probs.max(axis=1, keepdims=True)
         favourite &= favourite.cumsum(axis=1) == 1  # argmax: the first of equals
         kept = np.where(favourite, np.minimum(1.0, target_probs / draft_probs.max(1)[:, None]), 0.0)
