@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,7 @@ class Study:
 
 
 def _applied(candidate: Any, reference: Any) -> Any:
+    """A catalogue entry or its name as a subject with the reference's other settings."""
     if isinstance(candidate, str) and not Path(candidate).exists():
         candidate = find(candidate)
     if not isinstance(candidate, Optimization):
@@ -311,7 +313,13 @@ def _applied(candidate: Any, reference: Any) -> Any:
             f"{candidate.name!r} can only be applied to a model in this process; "
             f"`reference` is {type(reference).__name__}"
         )
-    return candidate.apply(engine.model)
+    made = candidate.apply(engine.model)
+    return Live(
+        name=made.name,
+        engine=replace(engine, model=made.model, **made.settings),
+        optimization=candidate,
+        intact=made.reference_intact,
+    )
 
 
 def _is_stored(candidate: Any) -> bool:
