@@ -106,16 +106,19 @@ def lockstep(
     end, failed = math.inf, -math.inf
     wanted, abandoned = set(pairs.values()), threading.Event()
 
+    def wait() -> None:
+        turn.acquire()
+        if abandoned.is_set():
+            raise InterruptedError
+
     def give(layer: int, stream: torch.Tensor) -> None:
         if layer in wanted:
             streams.put((layer, stream))
-            turn.acquire()
-            if abandoned.is_set():
-                raise InterruptedError
+            wait()
 
     def run() -> None:
-        turn.acquire()
         try:
+            wait()
             with capture(candidate, give, name="candidate"):
                 logits = forward(candidate, inputs)
             streams.put((end, logits))

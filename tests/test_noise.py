@@ -1,0 +1,89 @@
+"""Rounding steps against numpy's and ml_dtypes' own numbers; the floor's statistic and rule."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from lossless_lab.numerical.noise import centred_rms, noise_floor, ulp_of
+
+
+@pytest.mark.parametrize(
+    "name, kind, bits",
+    [("bfloat16", ml_dtypes.bfloat16, np.uint16), ("float16", np.float16, np.uint16)],
+)
+def test_steps_of_all_16_bit_values(name, kind, bits):
+    """The step at x is the distance to the next larger magnitude, for every finite value."""
+    top = int(np.array(np.inf, dtype=kind).view(bits))
+    values = np.arange(top, dtype=bits).view(kind).astype(np.float64)
+    ahead = np.append(values[1:], 2 * values[-1] - values[-2])  # where inf stands
+    assert np.array_equal(ulp_of(values, name), ahead - values)
+    assert np.array_equal(ulp_of(-values, name), ahead - values)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_steps_equal_numpys_spacing(kind):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(1000) * 10.0 ** rng.integers(-30, 30, 1000)).astype(kind)
+    x = np.concatenate([x, np.array([0, 1, 2, 2 - 1e-6, np.finfo(kind).tiny / 8], dtype=kind)])
+    assert np.array_equal(ulp_of(x, np.dtype(kind).name), np.spacing(np.abs(x)).astype(np.float64))
+
+
+def test_steps_of_what_is_no_number():
+    assert np.isnan(ulp_of([math.inf, math.nan], torch.float32)).all()
+    with pytest.raises(ValueError, match="`dtype` must name a torch floating dtype; got 'int8'"):
+        ulp_of(1.0, "int8")
+
+
+def test_centred_rms_against_numpy():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 7, 50)).astype(np.float32)
+    expected = (y.astype(float) - x).std(axis=1)
+    assert np.allclose(centred_rms(torch.tensor(x), torch.tensor(y)), expected, rtol=1e-12)
+    shifted = torch.tensor(x.astype(np.float64)) + 3
+    assert centred_rms(torch.tensor(x).double(), shifted).max() < 1e-15
+
+
+def test_centred_rms_where_logits_are_not_finite():
+    x = torch.tensor([[0.0, 1.0, -math.inf]] * 3)
+    y = torch.tensor([[1.0, 4.0, -math.inf], [0.0, 1.0, 2.0], [0.0, math.nan, -math.inf]])
+    rms = centred_rms(x, y)
+    assert rms[0] == 1.0 and rms[1] == math.inf and math.isnan(rms[2])
+
+
+def test_the_floor_is_the_maximum_and_leaves_the_unchanged_run_out():
+    variants = {"batch": np.array([1e-6, 3e-6]), "padding": np.array([2e-6, 2e-6])}
+    floor = noise_floor(variants, top_logits=[1.0, 9.0], dtype="float32", self_rms=[1.0, 2.0])
+    assert floor.level == 3e-6 == floor.unit and floor.self_difference == 2.0
+    assert floor.rate == pytest.approx(1 / 3)
+    assert floor.ulp == np.spacing(np.float32(9))
+    assert floor.multiples([6e-6]).tolist() == [2.0]
+    assert floor.to_frame()["role"].tolist() == ["floor", "floor", "A/A"]
+
+
+def test_a_floor_of_zero_falls_back_to_one_rounding_step():
+    floor = noise_floor({"batch": [0.0]}, top_logits=2.5, dtype="bfloat16")
+    assert floor.deterministic and floor.unit == 0.015625
+    assert "deterministic here" in str(floor)
+
+
+def test_the_rate_holds_for_exchangeable_variants():
+    """One more harmless variant passes the maximum of m at a rate of 1/(m + 1)."""
+    rng = np.random.default_rng(0)
+    passed = []
+    for _ in range(2000):
+        *known, fresh = np.abs(rng.standard_normal((5, 6)))
+        floor = noise_floor({str(i): x for i, x in enumerate(known)}, top_logits=0, dtype="float64")
+        passed.append(floor.multiples(fresh).max() > 1)
+    assert abs(np.mean(passed) - floor.rate) < 4 * math.sqrt(0.2 * 0.8 / 2000)
+
+
+def test_a_floor_never_hides_a_nan():
+    with pytest.raises(ValueError, match=r"variants\['b'\].*got nan at position 1"):
+        noise_floor({"a": [1.0], "b": [1.0, math.nan]}, top_logits=1.0, dtype="float32")
+    with pytest.raises(ValueError, match="at least one harmless variant"):
+        noise_floor({}, top_logits=1.0, dtype="float32")
+    with pytest.raises(ValueError, match="no positions"):
+        noise_floor({"a": []}, top_logits=1.0, dtype="float32")
