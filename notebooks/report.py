@@ -37,7 +37,7 @@ table { border-collapse: collapse; display: block; overflow-x: auto; margin: 1re
 th, td { padding: .25rem .6rem; text-align: left; border-bottom: 1px solid #ddd; }
 pre { white-space: pre-wrap; overflow-x: auto; font-size: .85rem; }
 details.code > summary { color: #888; font-size: .75rem; cursor: pointer; }
-.jp-InputPrompt, .jp-OutputPrompt, .jp-OutputArea-prompt, .anchor-link { display: none; }
+.anchor-link { display: none; }
 .failed { color: #a00; }
 """
 
@@ -49,6 +49,8 @@ def body(notebook: nbformat.NotebookNode) -> str:
         template_file="report.html.j2",
         template_name="basic",
         embed_images=True,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
     )
     resources = {"metadata": {"path": str(build.FOLDER)}}
     return exporter.from_notebook_node(notebook, resources=resources)[0]
