@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lossless_lab.pipeline.study import Study, check
-from lossless_lab.pipeline.subjects import EVIDENCE, Live, NotEvidence, Stored, as_subject
+from lossless_lab.pipeline.check import check
+from lossless_lab.pipeline.recognition import as_subject
+from lossless_lab.pipeline.study import Study
+from lossless_lab.pipeline.subjects import EVIDENCE, Live, NotEvidence, Stored
 
 __all__ = ["EVIDENCE", "Live", "NotEvidence", "Stored", "Study", "as_subject", "check"]

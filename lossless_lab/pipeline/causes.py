@@ -22,6 +22,7 @@ def cause(
     candidate: Subject,
     evidence: Any,
     answers: Sequence[Answer],
+    *,
     floor: NoiseFloor | None,
     progress: Callable[[str], Any],
 ) -> str:

@@ -1,11 +1,9 @@
-"""The one question: is this candidate lossless against this reference? `check` answers it."""
+"""One reference against any number of candidates: what is run, in which order, and what follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,78 +13,20 @@ from tqdm.auto import tqdm
 from lossless_lab import runs
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import Completion
-from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor
-from lossless_lab.optimizations import Optimization, find
 from lossless_lab.pipeline import answers, triage
 from lossless_lab.pipeline.asked import decoding_for, prompts_for, require_memory
 from lossless_lab.pipeline.causes import cause
 from lossless_lab.pipeline.controls import measured_floor
 from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, supporting
-from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored, Subject, as_subject
+from lossless_lab.pipeline.recognition import applied, as_subject
+from lossless_lab.pipeline.subjects import Live, Stored, Subject
 from lossless_lab.statistical.divergences import distribution
 from lossless_lab.verdict import Verdict, uniform
 
 DIFFERENCE_COLUMNS = ["field", "reference", "candidate", "kind"]
 JUDGED = ("1a", "1b", "1c", "2")
-
-
-def check(
-    reference: Any,
-    candidate: Any,
-    prompts: Any = None,
-    *,
-    decoding: Decoding | None = None,
-    tokenizer: Any = None,
-    margins: Mapping[str, float] | None = None,
-    floor: NoiseFloor | None = None,
-    n_variants: int = 4,
-    under_test: Sequence[str] = (),
-    progress: bool = True,
-) -> Verdict:
-    """Is `candidate` lossless against `reference` on these prompts, and at which levels?
-
-    Parameters
-    ----------
-    reference, candidate : models, modules, engines, functions from ids [1, n] to logits, run
-        folders or .safetensors files of logits. `candidate` may also be a catalogue entry or its
-        name, which is then applied to the reference's model.
-    prompts : path of a prompt file, texts, id lists or Prompts; by default those of the stored
-        side, else the bundled evaluation set.
-    decoding : how tokens are chosen; greedy, 32 new tokens by default.
-    tokenizer : for modules and functions, which bring none.
-    margins : {"1b": share of prompts, "2": mean total variation}, over the defaults.
-    floor : a noise floor measured before; by default it is measured where the logits differ.
-    n_variants : harmless variants that set the floor (19 for a 5 % rule).
-    under_test : manifest fields that may differ besides those the entry changes.
-    progress : show what is being done.
-
-    Returns
-    -------
-    Verdict
-        INVALID, with the difference named, where the two sides were not asked the same thing.
-
-    Raises
-    ------
-    ValueError
-        For input that is no subject, unknown names, prompts that do not fit the model.
-    """
-    candidate = _applied(candidate, reference)
-    if prompts is None and _is_stored(candidate):
-        candidate = as_subject(candidate)
-        prompts = candidate.prompts
-    study = Study(
-        reference,
-        prompts,
-        decoding=decoding,
-        tokenizer=tokenizer,
-        margins=margins,
-        floor=floor,
-        n_variants=n_variants,
-        progress=progress,
-    )
-    return study.add(candidate, under_test=under_test)
 
 
 class Study:
@@ -131,7 +71,7 @@ class Study:
 
     def add(self, candidate: Any, *, name: str = "", under_test: Sequence[str] = ()) -> Verdict:
         """Compare one more candidate and keep its verdict under its name."""
-        candidate = _applied(candidate, self.reference)
+        candidate = applied(candidate, self.reference)
         subject = as_subject(candidate, name=name, tokenizer=self._tokenizer_of_reference)
         with tqdm(total=None, disable=not self._progress, desc=subject.name, leave=False) as bar:
             verdict = self._verdict(subject, tuple(under_test), bar.set_postfix_str)
@@ -285,7 +225,7 @@ class Study:
             answers.distribution(positions, proven, margins["2"]),
             answers.task_quality(),
         )
-        why = cause(self.reference, candidate, evidence, given, floor, progress)
+        why = cause(self.reference, candidate, evidence, given, floor=floor, progress=progress)
         figures = supporting(evidence)
         if entry := candidate.optimization:
             lengths = [len(c.output_ids) for c in evidence.candidate]
@@ -299,28 +239,3 @@ class Study:
         if floor is not None:
             frames["noise_floor"] = floor.to_frame()
         return {"answers": given, "cause": why, "supporting": figures, "evidence": frames}
-
-
-def _applied(candidate: Any, reference: Any) -> Any:
-    """A catalogue entry or its name as a subject with the reference's other settings."""
-    if isinstance(candidate, str) and not Path(candidate).exists():
-        candidate = find(candidate)
-    if not isinstance(candidate, Optimization):
-        return candidate
-    engine = getattr(as_subject(reference), "engine", None)
-    if not isinstance(engine, TransformersEngine):
-        raise NotEvidence(
-            f"{candidate.name!r} can only be applied to a model in this process; "
-            f"`reference` is {type(reference).__name__}"
-        )
-    made = candidate.apply(engine.model)
-    return Live(
-        name=made.name,
-        engine=replace(engine, model=made.model, **made.settings),
-        optimization=candidate,
-        intact=made.reference_intact,
-    )
-
-
-def _is_stored(candidate: Any) -> bool:
-    return isinstance(candidate, Stored | runs.Run | str | Path)

@@ -55,4 +55,7 @@ def axes(n_rows: int = 1, n_columns: int = 1, *, preset: str = "single", height=
 
     width, usual, _ = size(preset)
     with style():
-        return plt.subplots(n_rows, n_columns, figsize=(width, height or usual * n_rows))[1]
+        made = plt.subplots(n_rows, n_columns, figsize=(width, height or usual * n_rows))[1]
+        interactive = mpl.is_interactive()
+    mpl.interactive(interactive)  # a notebook's first figure turns it on, inside the style
+    return made

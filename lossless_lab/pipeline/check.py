@@ -1,0 +1,69 @@
+"""The one question: is this candidate lossless against this reference? `check` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.numerical.noise import NoiseFloor
+from lossless_lab.pipeline.recognition import applied, as_subject, is_stored
+from lossless_lab.pipeline.study import Study
+from lossless_lab.verdict import Verdict
+
+
+def check(
+    reference: Any,
+    candidate: Any,
+    prompts: Any = None,
+    *,
+    decoding: Decoding | None = None,
+    tokenizer: Any = None,
+    margins: Mapping[str, float] | None = None,
+    floor: NoiseFloor | None = None,
+    n_variants: int = 4,
+    under_test: Sequence[str] = (),
+    progress: bool = True,
+) -> Verdict:
+    """Is `candidate` lossless against `reference` on these prompts, and at which levels?
+
+    Parameters
+    ----------
+    reference, candidate : models, modules, engines, functions from ids [1, n] to logits, run
+        folders or .safetensors files of logits. `candidate` may also be a catalogue entry or its
+        name, which is then applied to the reference's model.
+    prompts : path of a prompt file, texts, id lists or Prompts; by default those of the stored
+        side, else the bundled evaluation set.
+    decoding : how tokens are chosen; greedy, 32 new tokens by default.
+    tokenizer : for modules and functions, which bring none.
+    margins : {"1b": share of prompts, "2": mean total variation}, over the defaults.
+    floor : a noise floor measured before; by default it is measured where the logits differ.
+    n_variants : harmless variants that set the floor (19 for a 5 % rule).
+    under_test : manifest fields that may differ besides those the entry changes.
+    progress : show what is being done.
+
+    Returns
+    -------
+    Verdict
+        INVALID, with the difference named, where the two sides were not asked the same thing.
+
+    Raises
+    ------
+    ValueError
+        For input that is no subject, unknown names, prompts that do not fit the model.
+    """
+    candidate = applied(candidate, reference)
+    if prompts is None and is_stored(candidate):
+        candidate = as_subject(candidate)
+        prompts = candidate.prompts
+    study = Study(
+        reference,
+        prompts,
+        decoding=decoding,
+        tokenizer=tokenizer,
+        margins=margins,
+        floor=floor,
+        n_variants=n_variants,
+        progress=progress,
+    )
+    return study.add(candidate, under_test=under_test)
