@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lossless_lab import prompts
+from lossless_lab import paths, prompts
 from lossless_lab.prompts import Prompt, PromptFileError, PromptsLeftOut
 
 BOS, END = 257, 256
@@ -81,7 +81,7 @@ def test_long_and_short_items_are_long_and_short():
 
 
 def test_bundled_file_hides_no_invisible_character():
-    raw = (prompts.paths.DATA / "prompts" / "evaluation.jsonl").read_text(encoding="utf-8")
+    raw = (paths.DATA / "prompts" / "evaluation.jsonl").read_text(encoding="utf-8")
     kinds = {unicodedata.category(c) for c in set(raw) - {"\n", " "}}
     assert not kinds & {"Cf", "Cc", "Zs", "Zl", "Zp", "Mn"}
 
