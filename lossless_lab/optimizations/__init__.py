@@ -34,9 +34,9 @@ def find(name: str) -> Optimization:
         return CATALOGUE[name]
     if name.startswith("batch-") and name[6:].isdigit():
         return batch(int(name[6:]))
-    nearest = get_close_matches(name, CATALOGUE, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}")
+    nearest = get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}, batch-N")
 
 
 __all__ = ["CATALOGUE", "Candidate", "Optimization", "batch", "cast", "find"]

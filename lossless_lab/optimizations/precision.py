@@ -18,8 +18,13 @@ def cast(dtype: str) -> Optimization:
     ('dtype',)
     """
 
+    if not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ValueError(f"`dtype` must name a floating-point dtype of torch; got {dtype!r}")
+
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
-        return copy.deepcopy(network).to(getattr(torch, dtype)), {}
+        changed = copy.deepcopy(network).to(getattr(torch, dtype))
+        _keep_computed_buffers(changed, network)
+        return changed, {}
 
     return Optimization(
         name=dtype,
@@ -30,6 +35,20 @@ def cast(dtype: str) -> Optimization:
         exercised=every_position,
         fault=silence_one_mlp,
     )
+
+
+def _keep_computed_buffers(changed: nn.Module, original: nn.Module) -> None:
+    """Buffers that no checkpoint stores stay as they were, as after loading in that dtype.
+
+    Rounding rotary frequencies as `Module.to` does turns positions by angles that grow with them;
+    on the tiny pair that alone made the logits' error four times as large.
+    """
+    stored = set(original.state_dict())
+    with torch.no_grad():
+        for name, buffer in original.named_buffers():
+            if name not in stored:
+                owner, _, own = name.rpartition(".")
+                changed.get_submodule(owner).register_buffer(own, buffer.clone(), persistent=False)
 
 
 ENTRIES = (cast("bfloat16"), cast("float16"))
