@@ -24,6 +24,7 @@ def cells(model, kind, **options):
         ("llama.cpp b6500", 768),  # padded to 256 with it
         ("llama.cpp b5450 -fa off", 2176),  # the whole batch of 2,048 at first
         ("llama.cpp b5000", 8192),  # before window caches
+        ("llama.cpp b7000 --swa-full", 8192),
         ("llama.cpp --swa-full", 8192),
         ("ik_llama.cpp", 8192),
     ],
@@ -41,6 +42,15 @@ def test_llama_cpp_sequences_unified_and_not():
     # gpt-oss-20b at q8_0, 131,072 cells, 12 layers prints 1,632 MiB
     size = kv_cache_bytes("gpt-oss-20b", seq_len=131072, dtype="q8_0", engine="llama.cpp")
     assert size.of_kind("full") == 1632 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("b1000", 1000), ("b2000", 1024), ("b2800 -fa off", 1024), ("b6500 -fa off", 1024),
+     ("b6500", 1024), ("b6900", 1000), ("", 1024)],
+)  # fmt: skip
+def test_llama_cpp_pads_the_context_by_build(text, expected):
+    assert cells("llama-2-7b", "full", seq_len=1000, engine=f"llama.cpp {text}") == expected
 
 
 def test_llama_cpp_gives_full_context_where_every_layer_slides():

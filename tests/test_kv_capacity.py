@@ -5,7 +5,6 @@ import pytest
 
 from lossless_lab.kv_cache import (
     CannotEstimate,
-    alternatives,
     capacity,
     compare,
     kv_cache_bytes,
@@ -44,22 +43,26 @@ def test_a_state_space_model_has_no_longest_sequence():
     assert room("mamba-2.8b").max_seq_len is None
 
 
-def test_alternatives_say_what_would_fit():
-    frame = alternatives(
-        "llama-3.1-70b", memory_bytes=80 * GIB, seq_len=32768, batch_size=8, engine="vllm"
+def test_compare_says_what_would_fit():
+    frame = compare(
+        ["llama-3.1-70b"],
+        dtypes=("bf16", "fp8"),
+        tensor_parallels=(1, 2, 4, 8),
+        memory_bytes=80 * GIB,
+        seq_len=32768,
+        batch_size=8,
+        engine="vllm",
     )
-    fits = frame[frame.fits]
-    assert not frame.query("tensor_parallel == 1").fits.any()
-    assert set(fits.tensor_parallel) == {4, 8}
-    odd = alternatives(
-        "smollm2-135m", memory_bytes=GIB, seq_len=64, tensor_parallels=(2,), dtypes=("bf16",)
-    )
-    assert "`tensor_parallel` 2 does not divide the 9 attention heads" in odd.reason[0]
+    assert set(frame[frame.fits].tensor_parallel) == {4, 8}
+    assert frame.max_requests.dtype == "Int64"
 
 
-def test_compare_keeps_what_cannot_be_estimated():
-    frame = compare(["llama-3.1-8b", "t5-large"], memory_bytes=24 * GIB, seq_len=1024)
-    assert frame.max_requests[0] > 0 and "encoder_len" in frame.reason[1]
+def test_compare_keeps_the_reason_of_what_cannot_be():
+    frame = compare(
+        ["smollm2-135m", "t5-large"], tensor_parallels=(2,), memory_bytes=24 * GIB, seq_len=64
+    )
+    assert "`tensor_parallel` 2 does not divide the 9 attention heads" in frame.reason[0]
+    assert "`encoder_len`" in frame.reason[1] and not frame.fits.any()
 
 
 def test_weights_of_an_unknown_model_must_be_given():

@@ -1,6 +1,7 @@
 """Every published figure: engine logs, papers, and caches measured on meta tensors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ def request(case, *, given=True):
         arguments["swa_full"] = True
     if "block_size" in settings and settings["scope"] != "state_per_layer":
         arguments["block_size"] = settings["block_size"]
+    state = re.search(r"(?:ssm|state) (f\d+|bf16)", str(settings.get("state_dtype", "")))
+    if state and "vllm" in settings["engine"].lower():
+        arguments["ssm_dtype"] = state[1]
     names = {**ARGUMENTS, **OPTIONS}
     for name, value in settings.items():
         if name in names and (given or name != "swa_cells"):

@@ -189,6 +189,8 @@ def test_old_field_names():
         ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}, "same quantity"),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention"], "head_dim": 64}, "32"),
         ({"model_type": "reformer"}, "reformer"),
+        ({"model_type": "bert"}, "text generators"),
+        ({"model_type": "vit"}, "text generators"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -212,7 +214,7 @@ def test_a_config_that_does_not_say_enough_gives_no_number(change, message):
         ({"dtype": "q9"}, "`dtype` 'q9' is unknown"),
         ({"dtype": {"k": "f16"}}, "keys 'k' and 'v'"),
         ({"engine": "vlm"}, "`engine` 'vlm' is unknown"),
-        ({"engine": "llama.cpp -ngl 99"}, "flag -ngl is not known to change the cache"),
+        ({"engine": "llama.cpp -ngl 99"}, "flag -ngl is not known to change"),
         ({"engine": "llama.cpp -ub many"}, "`n_ubatch` 'many' must be a number"),
     ],
     ids=lambda value: str(value)[:30],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -54,14 +53,19 @@ def ceil_to(n, multiple):
     return -(-n // multiple) * multiple
 
 
+def at_most(n, limit):
+    """The smaller of n, which may be an array, and a limit."""
+    return min(n, limit) if isinstance(n, int) else np.minimum(n, limit)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
     """Exactly what the tokens need, no rounding: the formula of papers and model cards."""
 
     name: ClassVar[str] = "stored"
     source: ClassVar[str] = "closed form"
-    flags: ClassVar[dict[str, str]] = {}  # launch flags that set a field
     state_format: ClassVar[str | None] = "float32"  # of recurrent states; None: the cache's dtype
+    indexer_scales: ClassVar[bool] = False
     version: str = ""
     key_dtype: str | None = None  # where a launch flag sets it
     value_dtype: str | None = None
@@ -76,7 +80,7 @@ class Allocator:
             return self.encoder_tokens(request)
         if layer.window is None:
             return request.seq_len
-        return np.minimum(request.seq_len, layer.window)
+        return at_most(request.seq_len, layer.window)
 
     def encoder_tokens(self, request):
         """Encoder positions, which the request must state where the config does not."""
@@ -96,8 +100,8 @@ class Allocator:
         heads, key_dim, value_dim = self.widths(layer)
         heads = shard(heads, request.tensor_parallel, n_heads, layer.kind)
         key, value = request.key_format, request.value_format
-        if layer.kind == "indexer" and key.block > 1:
-            key = FORMATS["float16"]
+        if layer.kind == "indexer" and self.indexer_scales:
+            return layer.key_dim + layer.key_dim // 128 * 4  # fp8, a float32 scale per 128
         if layer.expanded and heads == 1 and key.name == "fp8_ds_mla":
             return layer.key_dim + layer.key_dim // 128 * 4 + 2 * layer.value_dim
         if layer.expanded and heads == 1:
@@ -107,10 +111,6 @@ class Allocator:
     def columns(self, kernel: int, layer: Layer) -> int:
         """Columns kept of a causal convolution: what the next token needs."""
         return kernel - 1
-
-    def slots(self, request: Request) -> int:
-        """Sequences for which states are held."""
-        return request.n_sequences
 
     def state_bytes(self, layer: Layer, request: Request) -> int:
         """Bytes of one layer's states for one sequence on one GPU."""
@@ -130,14 +130,13 @@ class Allocator:
 
     def parts(self, geometry: Geometry, request: Request) -> list[Part]:
         """Everything reserved, one part per kind of layer and width."""
-        groups = Counter(replace(layer, index=0) for layer in geometry.layers)
-        return [self.part(layer, n, geometry, request) for layer, n in groups.items()]
+        return [self.part(layer, n, geometry, request) for layer, n in geometry.groups()]
 
     def part(self, layer: Layer, n_layers: int, geometry: Geometry, request: Request) -> Part:
         """What `n_layers` layers of this kind reserve."""
         state = layer.kind == "state"
         if state:
-            row, cells, needed = self.state_bytes(layer, request), self.slots(request), 1
+            row, cells, needed = self.state_bytes(layer, request), request.n_sequences, 1
         else:
             row = self.row_bytes(layer, request, geometry.n_heads)
             cells, needed = self.cells(layer, request), Allocator.tokens(self, layer, request)

@@ -10,9 +10,10 @@ import pandas as pd
 
 from lossless_lab.kv_cache.allocators import Request
 from lossless_lab.kv_cache.configs import CannotEstimate, bundled
+from lossless_lab.kv_cache.engines import engine
 from lossless_lab.kv_cache.formats import storage_format, storage_formats
 from lossless_lab.kv_cache.geometry import geometry
-from lossless_lab.kv_cache.sizing import binary, engine, kv_cache_bytes
+from lossless_lab.kv_cache.sizing import binary, kv_cache_bytes
 from lossless_lab.results import Result
 
 LONGEST = 1 << 24  # tokens; a model that fits so many has no limit here
@@ -70,13 +71,17 @@ def weights_bytes(config, *, dtype="bfloat16", tensor_parallel: int = 1) -> int:
     return int(elements * storage_format(dtype).bits / 8 / tensor_parallel)
 
 
-def activation_bytes(config, *, batch_size: int, prefill_tokens: int = 2048) -> int:
-    """A rough peak: 10 hidden vectors in 16 bits per prefilled token, and fp32 logits per request.
+def activation_bytes(
+    config, *, batch_size: int, prefill_tokens: int = 2048, dtype="bfloat16"
+) -> int:
+    """A rough peak: 20 hidden vectors per prefilled token, and float32 logits per request.
 
-    It stands in until the engine's own figure is known; the notebook measures how far off it is.
+    No config determines it, since it depends on the kernels. It stands in until it is measured;
+    notebook 02 shows how far off it was on a CPU.
     """
     shape = geometry(config)
-    return 20 * prefill_tokens * shape.hidden_size + 4 * batch_size * shape.vocab_size
+    hidden = 20 * prefill_tokens * shape.hidden_size * storage_format(dtype).bits / 8
+    return int(hidden) + 4 * batch_size * shape.vocab_size
 
 
 def capacity(
@@ -129,27 +134,18 @@ def capacity(
     overhead = activations + framework_bytes + reserved
     room = memory_bytes - weights - overhead
 
-    def fits(n_tokens, n_requests):
-        size = kv_cache_bytes(
-            shape,
-            seq_len=n_tokens,
-            batch_size=n_requests,
-            tensor_parallel=tensor_parallel,
-            **cache,
-        )
-        return size.bytes <= room
+    def cache_bytes(n_tokens, n_requests):
+        asked = {"seq_len": n_tokens, "batch_size": n_requests, "tensor_parallel": tensor_parallel}
+        return kv_cache_bytes(shape, **asked, **cache).bytes
 
-    asked = kv_cache_bytes(
-        shape, seq_len=seq_len, batch_size=batch_size, tensor_parallel=tensor_parallel, **cache
-    )
-    longest = _largest(lambda n: fits(n, batch_size), LONGEST)
+    longest = _largest(lambda n: cache_bytes(n, batch_size) <= room, LONGEST)
     return Capacity(
         model=config if isinstance(config, str) else shape.model_type,
         memory_bytes=memory_bytes,
         weights_bytes=weights,
         overhead_bytes=overhead,
-        cache_bytes=asked.bytes,
-        max_requests=_largest(lambda n: fits(seq_len, n), LONGEST),
+        cache_bytes=cache_bytes(seq_len, batch_size),
+        max_requests=_largest(lambda n: cache_bytes(seq_len, n) <= room, LONGEST),
         max_seq_len=None if longest == LONGEST else longest,
         seq_len=seq_len,
     )
@@ -166,47 +162,44 @@ def _largest(fits, limit: int) -> int:
     return low
 
 
-def alternatives(
-    config,
+def compare(configs, *, dtypes=("bfloat16",), tensor_parallels=(1,), **options) -> pd.DataFrame:
+    """What would fit: `capacity` of each model with each dtype and number of GPUs, one row each.
+
+    A combination that is not possible has the reason in its last column. `options` are those of
+    `capacity`.
+    """
+    rows = []
+    for config, dtype, n_gpus in itertools.product(configs, dtypes, tensor_parallels):
+        row = {"model": str(config), "dtype": str(dtype), "tensor_parallel": n_gpus, "reason": ""}
+        try:
+            found = capacity(config, dtype=dtype, tensor_parallel=n_gpus, **options)
+            row |= found.to_frame().iloc[0].to_dict() | {"fits": found.headroom_bytes >= 0}
+        except ValueError as error:
+            row |= {"fits": False, "reason": str(error)}
+        rows.append(row)
+    frame = pd.DataFrame(rows).reindex(columns=[*_COLUMNS])
+    return frame.astype(_COLUMNS)
+
+
+_COLUMNS = (
+    dict.fromkeys(("model", "dtype"), "str")
+    | {"tensor_parallel": int, "fits": bool}
+    | dict.fromkeys(("max_requests", "max_seq_len", "weights_bytes", "cache_bytes"), "Int64")
+    | {"headroom_bytes": "Int64", "reason": "str"}
+)
+
+
+def sweep(
+    configs,
     *,
-    memory_bytes: int,
-    seq_len: int,
-    batch_size: int = 1,
-    dtypes=("bfloat16", "fp8", "int4-g64"),
-    tensor_parallels=(1, 2, 4, 8),
+    seq_lens,
+    batch_sizes,
+    dtypes,
+    engine_name=None,
+    tensor_parallel: int = 1,
+    encoder_len: int | None = None,
     **options,
 ) -> pd.DataFrame:
-    """What would make it fit: each dtype with each number of GPUs, and how far each reaches."""
-    columns = ["max_requests", "max_seq_len", "headroom_bytes"]
-    rows = []
-    for dtype, n_gpus in itertools.product(dtypes, tensor_parallels):
-        asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
-        row = {"dtype": dtype, "tensor_parallel": n_gpus, "fits": False, "reason": ""}
-        try:
-            found = capacity(
-                config, memory_bytes=memory_bytes, tensor_parallel=n_gpus, **asked, **options
-            )
-        except ValueError as error:
-            rows.append({**row, "reason": str(error)})
-            continue
-        values = {name: getattr(found, name) for name in columns}
-        rows.append({**row, **values, "fits": found.headroom_bytes >= 0})
-    frame = pd.DataFrame(rows, columns=["dtype", "tensor_parallel", "fits", *columns, "reason"])
-    return frame.astype(dict.fromkeys(columns, "Int64"))
-
-
-def compare(configs, **options) -> pd.DataFrame:
-    """One row of `capacity` per model; a model that cannot be estimated says why."""
-    rows = []
-    for config in configs:
-        try:
-            rows.append(capacity(config, **options).to_frame())
-        except ValueError as error:
-            rows.append(pd.DataFrame([{"model": str(config), "reason": str(error)}]))
-    return pd.concat(rows, ignore_index=True)
-
-
-def sweep(configs, *, seq_lens, batch_sizes, dtypes, engine_name=None, **options) -> pd.DataFrame:
     """Cache bytes of every combination, as one frame: models x dtypes x lengths x batches.
 
     Parameters
@@ -215,8 +208,8 @@ def sweep(configs, *, seq_lens, batch_sizes, dtypes, engine_name=None, **options
         Bundled names, or anything `geometry` takes.
     seq_lens, batch_sizes : sequences of int
     dtypes : sequence of str
-    engine_name, **options
-        As `engine` in `kv_cache_bytes`.
+    engine_name, tensor_parallel, encoder_len, **options
+        As in `kv_cache_bytes`, where the first is called `engine`.
 
     Returns
     -------
@@ -238,7 +231,8 @@ def sweep(configs, *, seq_lens, batch_sizes, dtypes, engine_name=None, **options
                 n_sequences=batches,
                 key_format=key,
                 value_format=value,
-                encoder_len=shape.encoder_len,
+                encoder_len=shape.encoder_len or encoder_len,
+                tensor_parallel=tensor_parallel,
             )
             parts = rules.parts(shape, request)
             sizes = sum(np.broadcast_to(part.bytes, (lengths.size, batches.size)) for part in parts)

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
-from lossless_lab.kv_cache.allocators import Allocator, ceil_to
+from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
 from lossless_lab.kv_cache.configs import CannotEstimate
 
 
@@ -31,10 +29,10 @@ class Transformers(Allocator):
             return self.encoder_tokens(request)
         if self.cache == "static":
             allocated = self.max_cache_len or request.seq_len
-            return allocated if layer.window is None else np.minimum(allocated, layer.window)
+            return allocated if layer.window is None else at_most(allocated, layer.window)
         if layer.window is None:
             return request.seq_len
-        return np.minimum(request.seq_len, layer.window - 1)
+        return at_most(request.seq_len, layer.window - 1)
 
     def columns(self, kernel, layer):
         """A convolution keeps its whole kernel; Griffin's own module keeps kernel - 1."""
@@ -79,15 +77,8 @@ class LlamaCpp(Allocator):
     name: ClassVar[str] = "llama.cpp"
     source: ClassVar[str] = (
         "llama.cpp src/llama-kv-cache-iswa.cpp, llama-context.cpp, llama-hparams.cpp; "
-        "pull requests 7257, 12801, 13194, 16812, 17046, 19067"
+        "pull requests 4280, 7257, 12801, 13194, 16812, 17046, 19067"
     )
-    flags: ClassVar[dict[str, str]] = {
-        "-ub": "n_ubatch", "--ubatch-size": "n_ubatch", "-b": "n_batch", "--batch-size": "n_batch",
-        "-fa": "flash_attn", "--flash-attn": "flash_attn", "--swa-full": "swa_full",
-        "-kvu": "kv_unified", "--kv-unified": "kv_unified",
-        "-ctk": "key_dtype", "--cache-type-k": "key_dtype",
-        "-ctv": "value_dtype", "--cache-type-v": "value_dtype",
-    }  # fmt: skip
     n_ubatch: int = 512
     n_batch: int = 2048
     flash_attn: bool = True
@@ -105,11 +96,13 @@ class LlamaCpp(Allocator):
     @property
     def padding(self) -> int:
         """Cells are padded to this; dates of the changes, builds near them are approximate."""
+        if self.build < 1606:  # before PR 4280, 3 Dec 2023
+            return 1
         if 6869 <= self.build < 6980:  # 28 Oct to 7 Nov 2025, between PR 16812 and 17046
             return 1
-        if self.build >= 6980 or self.flash_attn:
+        if self.build >= 6980 or 2781 <= self.build < 2876:  # always; PR 7257 freed the rest
             return 256
-        return 32 if self.build >= 2870 else 256  # PR 7257, 14 May 2024
+        return 256 if self.flash_attn and self.build >= 2781 else 32
 
     def cells(self, layer, request):
         """Context cells, and for windows PAD(min(context, window x sequences + micro-batch))."""
@@ -124,13 +117,13 @@ class LlamaCpp(Allocator):
             return streams * context
         if self.swa_cells is not None:
             return streams * self.swa_cells
-        batch = np.minimum(self.n_batch, streams * context)
+        batch = at_most(streams * context, self.n_batch)
         if self.build >= 5555:  # before June 2025 the whole batch, not the micro-batch
-            batch = np.minimum(self.n_ubatch, batch)
+            batch = at_most(batch, self.n_ubatch)
         window = layer.window * (n if self.kv_unified or self.build < 6000 else 1) + batch
         if self.build >= 6980:
-            return streams * ceil_to(np.minimum(context, window), 256)
-        return streams * np.minimum(context, ceil_to(window, self.padding))
+            return streams * ceil_to(at_most(context, window), 256)
+        return streams * at_most(context, ceil_to(window, self.padding))
 
     def _windowed(self, layer):
         return layer.window is not None and not self.swa_full and self.build >= 5429
@@ -164,7 +157,6 @@ class IkLlamaCpp(LlamaCpp):
 
     name: ClassVar[str] = "ik_llama.cpp"
     source: ClassVar[str] = "ik_llama.cpp src/llama.cpp (llama_kv_cache_init), Aug 2026"
-    flags: ClassVar[dict[str, str]] = {**LlamaCpp.flags, "-mla": "mla_mode"}
     mla_mode: int = 3
 
     @property

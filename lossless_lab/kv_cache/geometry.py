@@ -49,6 +49,14 @@ class Geometry(Result):
         """The layers of these kinds."""
         return tuple(layer for layer in self.layers if layer.kind in kinds)
 
+    def groups(self) -> list[tuple[Layer, int]]:
+        """Layers that store alike: the first of each group, and how many they are."""
+        found: dict[tuple, list] = {}
+        for x in self.layers:
+            alike = (x.kind, x.n_kv_heads, x.key_dim, x.value_dim, x.window, x.expanded, x.states)
+            found.setdefault(alike, [x, 0])[1] += 1
+        return [(layer, n) for layer, n in found.values()]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per cached thing."""
         return pd.DataFrame([asdict(layer) for layer in self.layers])
@@ -104,6 +112,10 @@ def _describe(config):
     family, outer, text, assumed = configs.resolve(config)
     if text.model_type in _REFUSED:
         raise CannotEstimate(f"model_type {text.model_type!r}: {_REFUSED[text.model_type]}")
+    if not _generates(outer, text):
+        raise CannotEstimate(
+            f"model_type {text.model_type!r} is not one of transformers' text generators"
+        )
     layers = tuple(_layers(text))
     if outer.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         cross = [
@@ -133,6 +145,18 @@ _REFUSED = {
     "rwkv": "its states live outside transformers' cache classes",
     "xlstm": "its states live outside transformers' cache classes",
 }
+
+
+def _generates(outer, text):
+    """Whether transformers generates with this class; an encoder keeps no cache."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if hasattr(text, "add_cross_attention") and not getattr(text, "is_decoder", True):
+        return text.model_type.endswith("_decoder")
+    tasks = "CAUSAL_LM SEQ_TO_SEQ_CAUSAL_LM IMAGE_TEXT_TO_TEXT SPEECH_SEQ_2_SEQ MULTIMODAL_LM"
+    tables = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks.split()]
+    named = any(name in table for table in tables for name in (outer.model_type, text.model_type))
+    return named or text.model_type.endswith(("_text", "_text_model", "_decoder"))
 
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")

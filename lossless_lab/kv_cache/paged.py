@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import ClassVar
 
-import numpy as np
-
-from lossless_lab.kv_cache.allocators import Allocator, Part, ceil_to
+from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
 from lossless_lab.kv_cache.configs import CannotEstimate
 
 
@@ -20,7 +17,6 @@ class TensorRT(Allocator):
 
     name: ClassVar[str] = "tensorrt-llm"
     source: ClassVar[str] = "TensorRT-LLM tensorrt_llm/llmapi (KvCacheConfig.tokens_per_block = 32)"
-    flags: ClassVar[dict[str, str]] = {"--tokens_per_block": "block_size"}
     state_format: ClassVar[str | None] = None
     block_size: int = 32
     n_tokens: int | None = None  # size of the pool, in place of sequences x seq_len
@@ -40,12 +36,7 @@ class SGLang(Allocator):
 
     name: ClassVar[str] = "sglang"
     source: ClassVar[str] = "SGLang python/sglang/srt/mem_cache/memory_pool.py (size + page_size)"
-    flags: ClassVar[dict[str, str]] = {
-        "--page-size": "page_size",
-        "--kv-cache-dtype": "key_dtype value_dtype",
-        "--max-total-tokens": "n_tokens",
-        "--swa-full-tokens-ratio": "swa_ratio",
-    }
+    indexer_scales: ClassVar[bool] = True
     page_size: int = 1
     n_tokens: int | None = None
     swa_ratio: float = 0.8  # slots of windowed layers per slot of full ones
@@ -63,15 +54,13 @@ class SGLang(Allocator):
             tokens = tokens * int(self.swa_ratio * 1000) // 1000 // self.page_size * self.page_size
         return tokens + self.page_size
 
-    def row_bytes(self, layer, request, n_heads):
-        """An indexer key is fp8 with one float32 scale per 128 elements."""
-        if layer.kind == "indexer":
-            return layer.key_dim + layer.key_dim // 128 * 4
-        return Allocator.row_bytes(self, layer, request, n_heads)
-
-    def slots(self, request):
-        """Requests, and the slot that padded tokens write to."""
-        return request.n_sequences + 1
+    def part(self, layer, n_layers, geometry, request):
+        """One more state slot than requests: padded tokens write to it."""
+        part = Allocator.part(self, layer, n_layers, geometry, request)
+        if layer.kind != "state":
+            return part
+        slots = part.cells + 1
+        return replace(part, cells=slots, bytes=n_layers * part.row_bytes * slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +72,8 @@ class VLLM(Allocator):
         "vLLM vllm/v1/kv_cache_interface.py, v1/core/kv_cache_utils.py, platforms/interface.py,"
         " model_executor/layers/mamba/mamba_utils.py; 0.6 to 0.19"
     )
-    flags: ClassVar[dict[str, str]] = {
-        "--block-size": "block_size",
-        "--kv-cache-dtype": "key_dtype value_dtype",
-        "--max-num-batched-tokens": "max_num_batched_tokens",
-        "--num-gpu-blocks-override": "n_blocks",
-        "--disable-hybrid-kv-cache-manager": "flat",
-        "--mamba-cache-mode": "mamba_cache_mode",
-        "--mamba-ssm-cache-dtype": "ssm_dtype",
-    }
     state_format: ClassVar[str | None] = None
+    indexer_scales: ClassVar[bool] = True
     block_size: int = 16
     max_num_batched_tokens: int = 8192
     n_blocks: int | None = None  # size of the pool, in place of what the sequences need
@@ -115,12 +96,6 @@ class VLLM(Allocator):
     def columns(self, kernel, layer):
         """kernel - 1, and one more per speculative token."""
         return kernel - 1 + self.n_speculative_tokens
-
-    def row_bytes(self, layer, request, n_heads):
-        """An indexer key is fp8 with one float32 scale per 128 elements, whatever the dtype."""
-        if layer.kind == "indexer":
-            return layer.key_dim + layer.key_dim // 128 * 4
-        return Allocator.row_bytes(self, layer, request, n_heads)
 
     def hybrid_block_size(self, geometry, request) -> int:
         """Attention block of a hybrid: the fewest tokens whose page holds one layer's state."""
@@ -146,62 +121,46 @@ class VLLM(Allocator):
         if layer.window is None or self.flat:
             return -(-request.seq_len // block)
         if self.release < (0, 8):  # V0 kept a sequence's last window of blocks
-            return -(-np.minimum(request.seq_len, layer.window) // block)
+            return -(-at_most(request.seq_len, layer.window) // block)
         batched = self.max_num_batched_tokens
         if layer.kind == "chunked":
-            return -(-np.minimum(layer.window + batched, request.seq_len) // block)
-        return -(-np.minimum(layer.window - 1 + batched, request.seq_len) // block) + 1
+            return -(-at_most(request.seq_len, layer.window + batched) // block)
+        return -(-at_most(request.seq_len, layer.window - 1 + batched) // block) + 1
 
     def parts(self, geometry, request):
         """Pages of one size for all groups of layers; groups are padded to one number of layers."""
-        kinds = {layer.window for layer in geometry.layers if layer.kind not in ("state", "cross")}
-        if len(kinds) > 1 and (self.flat or self.release < (0, 10)):
+        windows = {x.window for x in geometry.layers if x.kind not in ("state", "cross")}
+        if len(windows) > 1 and (self.flat or self.release < (0, 10)):
             layers = tuple(replace(layer, window=None) for layer in geometry.layers)
             geometry = replace(geometry, layers=layers)
         base = self.hybrid_block_size(geometry, request)
-        groups = Counter(replace(layer, index=0) for layer in geometry.layers)
-        pages = {}
-        for layer in groups:
-            row = 0 if layer.kind == "state" else self.row_bytes(layer, request, geometry.n_heads)
-            pages[layer] = row * base or self.state_bytes(layer, request)
-        grouped = len({(x.kind == "state", x.window, x.kind == "cross") for x in groups}) > 1
+        groups = dict(geometry.groups())
+        pages = {layer: self._page(layer, base, geometry, request) for layer in groups}
         page = max(pages.values(), default=0)
-        grouped = grouped and self.release >= (0, 14)
-        size = _group_size(groups.values())
-        result = []
+        kinds = {(x.kind == "state", x.window, x.kind == "cross") for x in groups}
+        grouped = len(kinds) > 1 and self.release >= (0, 14)
+        size = _group_size(groups.values()) if grouped else 1
+        parts = []
         for layer, n_layers in groups.items():
-            block = base
-            if grouped and layer.kind != "state":
-                if page % pages[layer]:
-                    raise CannotEstimate(
-                        f"vLLM cannot unify pages of {pages[layer]} and {page} bytes of this model"
-                    )
-                block = base * (page // pages[layer])
-            padded = page if grouped or layer.kind == "state" else pages[layer]
-            counted = ceil_to(n_layers, size) if grouped else n_layers
-            result.append(self._part(layer, n_layers, counted, block, padded, geometry, request))
-        if self.n_blocks is None:
-            return result
-        return [self._pooled(p, page, size if grouped else None, len(result)) for p in result]
+            if grouped and layer.kind != "state" and page % pages[layer]:
+                raise CannotEstimate(f"vLLM cannot unify pages of {pages[layer]} and {page} bytes")
+            wide = grouped and layer.kind != "state"
+            block = base * (page // pages[layer]) if wide else base
+            bought = page if grouped or layer.kind == "state" else pages[layer]
+            blocks = self.n_blocks or request.n_sequences * self.blocks(layer, block, request)
+            total = ceil_to(n_layers, size) * blocks * bought
+            if self.n_blocks and grouped:  # one pool for all groups, booked on each alike
+                total = size * page * blocks // len(groups)
+            cells = blocks if layer.kind == "state" else blocks * block
+            part = Allocator.part(self, layer, n_layers, geometry, request)
+            parts.append(replace(part, cells=cells, bytes=total))
+        return parts
 
-    def _part(self, layer, n_layers, counted, block, page, geometry, request):
-        """Blocks of the sequences for one kind of layer, beside what the tokens need."""
-        stored = Allocator.part(self, layer, n_layers, geometry, request)
-        if self.n_blocks is not None:
-            blocks = self.n_blocks
-        else:
-            blocks = request.n_sequences * self.blocks(layer, block, request)
-        return replace(
-            stored,
-            cells=blocks if layer.kind == "state" else blocks * block,
-            bytes=counted * blocks * page,
-        )
-
-    def _pooled(self, part, page, group_size, n_parts) -> Part:
-        """A pool of n_blocks is shared by all groups; it is booked on the first kinds evenly."""
-        if group_size is None:
-            return part
-        return replace(part, bytes=group_size * page * self.n_blocks // n_parts)
+    def _page(self, layer, block, geometry, request):
+        """Bytes of one block, or of one state, in one layer."""
+        if layer.kind == "state":
+            return self.state_bytes(layer, request)
+        return block * self.row_bytes(layer, request, geometry.n_heads)
 
 
 def _group_size(counts) -> int:

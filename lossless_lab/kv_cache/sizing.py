@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import pandas as pd
 
 from lossless_lab.kv_cache.allocators import Allocator, Part, Request
-from lossless_lab.kv_cache.configs import CannotEstimate
-from lossless_lab.kv_cache.contiguous import Ggml, IkLlamaCpp, LlamaCpp, Transformers, WhisperCpp
+from lossless_lab.kv_cache.engines import engine as rules_of
 from lossless_lab.kv_cache.formats import storage_format, storage_formats
 from lossless_lab.kv_cache.geometry import Geometry, geometry
-from lossless_lab.kv_cache.paged import VLLM, SGLang, TensorRT
 from lossless_lab.results import Result
-
-# Longer names first: "ik_llama.cpp" contains "llama.cpp".
-ENGINES = {
-    cls.name: cls
-    for cls in (IkLlamaCpp, LlamaCpp, WhisperCpp, Transformers, TensorRT, SGLang, VLLM, Ggml)
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,76 +72,10 @@ def binary(n_bytes: float) -> str:
     >>> binary(8 * 4096 * 32 * 2 * 8 * 128 * 2)
     '4.00 GiB'
     """
-    size, units = float(n_bytes), ("B", "KiB", "MiB", "GiB", "TiB")
-    for unit in units:
-        if abs(size) < 1024 or unit == units[-1]:
-            return f"{size:,.2f} {unit}" if unit != "B" else f"{size:,.0f} B"
-        size /= 1024
-
-
-def engine(text, **options) -> Allocator:
-    """An engine's rules from a name, a version and launch flags as one would type them.
-
-    Parameters
-    ----------
-    text : str, None or Allocator
-        "vLLM 0.11", "llama.cpp b6500 -ub 256 --swa-full", "ik_llama.cpp -mla 2"; None for the
-        closed form.
-    **options
-        Fields of the engine's allocator, such as `n_ubatch`, `block_size`, `cache`.
-
-    Examples
-    --------
-    >>> engine("llama.cpp b6500 -ub 256").n_ubatch
-    256
-    """
-    if isinstance(text, Allocator):
-        return text
-    if text is None:
-        return _configured(Allocator, options)
-    folded = text.lower()
-    cls = next((c for name, c in ENGINES.items() if name in folded), None)
-    if cls is None:
-        raise ValueError(f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
-    version = re.search(re.escape(cls.name) + r"[\s(]*[vb]?(\d[\d.]*)", folded)
-    options.setdefault("version", version[1] if version else "")
-    words = re.sub(r"\([^)]*\)", " ", text).split()
-    for i, word in enumerate(words):
-        if not re.match(r"--?[a-z]", word):
-            continue
-        if word not in cls.flags:
-            raise ValueError(
-                f"`engine` flag {word} is not known to change the cache of {cls.name};"
-                f" known are {', '.join(cls.flags)}"
-            )
-        value = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("-") else "1"
-        for name in cls.flags[word].split():
-            options.setdefault(name, value)
-    return _configured(cls, options)
-
-
-def _configured(cls, options):
-    """The allocator with these options, each checked by name."""
-    allowed = {f.name: f for f in fields(cls)}
-    unknown = sorted(set(options) - set(allowed))
-    if unknown:
-        raise TypeError(
-            f"`{unknown[0]}` is not an option of engine {cls.name!r};"
-            f" its options are {', '.join(sorted(allowed))}"
-        )
-    return cls(**{name: _typed(value, allowed[name], name) for name, value in options.items()})
-
-
-def _typed(value, field, name):
-    """A flag's text as the field's type."""
-    if not isinstance(value, str) or "str" in str(field.type):
-        return value
-    if "bool" in str(field.type):
-        return value.lower() in ("1", "on", "true", "auto")
-    try:
-        return float(value) if "float" in str(field.type) else int(value)
-    except ValueError:
-        raise ValueError(f"`{name}` {value!r} must be a number") from None
+    exponent = 0
+    while abs(n_bytes) >= 1024 and exponent < 4:
+        n_bytes, exponent = n_bytes / 1024, exponent + 1
+    return f"{n_bytes:,.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
 
 
 def kv_cache_bytes(
@@ -171,7 +96,7 @@ def kv_cache_bytes(
 
     Parameters
     ----------
-    config : dict, str, Path, transformers config or model
+    config : dict, str, Path, transformers config, model or Geometry
         As for `geometry`.
     seq_len : int
         Tokens of each sequence, prompt and answer together.
@@ -180,8 +105,8 @@ def kv_cache_bytes(
     dtype : str, pair or mapping
         Format of K and V ("bfloat16", "fp8", "q8_0", {"k": "q8_0", "v": "f16"}).
     engine : str or None
-        Whose reservation: "vllm 0.11", "llama.cpp", "transformers", ...; None for what the tokens
-        need. `options` are the engine's, see `kv_cache.engine`.
+        Whose reservation: "vllm 0.11", "llama.cpp -ub 256", "transformers", ...; None for what the
+        tokens need. `options` are the engine's own, see `kv_cache.engine`.
     tensor_parallel : int
         GPUs that share each layer; the result is for one of them.
     encoder_len : int, optional
@@ -212,31 +137,27 @@ def kv_cache_bytes(
     """
     _positive(seq_len=seq_len, batch_size=batch_size, num_beams=num_beams)
     _positive(tensor_parallel=tensor_parallel)
-    shape = config if isinstance(config, Geometry) else geometry(config)
-    rules = _engine(engine, **options)
-    key_format, value_format = storage_formats(dtype)
-    key_format = storage_format(rules.key_dtype) if rules.key_dtype else key_format
-    value_format = storage_format(rules.value_dtype) if rules.value_dtype else value_format
+    rules = rules_of(engine, **options)
+    shape, notes = _stated(config if isinstance(config, Geometry) else geometry(config), rules)
+    key, value = storage_formats(dtype)
     request = Request(
         seq_len=seq_len,
         n_sequences=batch_size * num_beams,
-        key_format=key_format,
-        value_format=value_format,
+        key_format=storage_format(rules.key_dtype or key),
+        value_format=storage_format(rules.value_dtype or value),
         encoder_len=shape.encoder_len if encoder_len is None else encoder_len,
         state_dtype=state_dtype,
         tensor_parallel=tensor_parallel,
         num_beams=num_beams,
     )
-    shape, notes = _stated(shape, rules)
     parts = rules.parts(shape, request)
     if draft is not None:
-        other = geometry(draft)
-        parts += rules.parts(other, request)
-        notes += (f"with the cache of the draft {other.model_type}",)
-    names = dict.fromkeys((key_format.name, value_format.name))
+        parts += rules.parts(geometry(draft), request)
+        notes += ("the cache of the draft is counted too",)
+    names = dict.fromkeys((request.key_format.name, request.value_format.name))
     return KVCacheSize(
         model_type=shape.model_type,
-        parts=tuple(_plain(part) for part in parts),
+        parts=tuple(parts),
         seq_len=seq_len,
         n_sequences=request.n_sequences,
         dtype=" + ".join(names),
@@ -244,15 +165,6 @@ def kv_cache_bytes(
         tensor_parallel=tensor_parallel,
         notes=notes,
     )
-
-
-_engine = engine  # the function, where the parameter hides it
-
-
-def _plain(part):
-    """The part with Python integers, whatever numpy made of them."""
-    values = asdict(part)
-    return Part(**{k: v if isinstance(v, str) else int(v) for k, v in values.items()})
 
 
 def _positive(**sizes):
@@ -263,20 +175,9 @@ def _positive(**sizes):
 
 def _stated(shape, rules):
     """Without an engine, a window that only the class's default gives is not assumed."""
-    assumed = dict(shape.assumed)
-    notes = tuple(f"`{k}` = {v} is the class's default" for k, v in assumed.items())
-    sliding = [layer for layer in shape.layers if layer.kind == "sliding"]
-    if (
-        type(rules) is Allocator
-        and "sliding_window" in assumed
-        and len(sliding) == len(shape.layers)
-    ):
+    notes = tuple(f"`{name}` = {value} is the class's default" for name, value in shape.assumed)
+    slides = bool(shape.layers) and all(layer.kind == "sliding" for layer in shape.layers)
+    if type(rules) is Allocator and "sliding_window" in dict(shape.assumed) and slides:
         layers = tuple(replace(layer, kind="full", window=None) for layer in shape.layers)
-        return replace(shape, layers=layers), (
-            *notes,
-            "the file states no window, so none is taken",
-        )
+        return replace(shape, layers=layers), (*notes, "the file states no window: none is taken")
     return shape, notes
-
-
-__all__ = ["CannotEstimate", "KVCacheSize", "binary", "engine", "kv_cache_bytes"]

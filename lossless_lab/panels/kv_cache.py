@@ -1,0 +1,123 @@
+"""The panel of notebook 02: what fills a GPU for a model, a length and a batch, and what fits."""
+
+from __future__ import annotations
+
+import functools
+
+import ipywidgets
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lossless_lab import kv_cache
+from lossless_lab.kv_cache.sizing import binary
+from lossless_lab.plots.artists import mark
+from lossless_lab.plots.kv_cache import kv_cache_growth, kv_cache_memory
+
+from .base import Content, Panel
+
+GIB = 2**30
+CONTEXTS = tuple(2**n for n in range(9, 21))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DTYPES = ("bfloat16", "fp8", "q8_0", "q4_0", "int4-g64", "float32")
+WEIGHTS = ("bfloat16", "fp8", "int4-g64", "float32")
+ENGINES = ("vllm", "llama.cpp", "sglang", "transformers", "what the tokens need")
+MEMORY = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
+BESIDE = ("llama-3.1-8b", "gemma-3-27b", "deepseek-r1", "qwen3.5-27b")
+
+
+def kv_cache_sizing(*, model: str = "llama-3.1-8b", beside: tuple[str, ...] = BESIDE) -> Panel:
+    """Panel over `fit`: one bundled model in a GPU's memory, its growth beside other models'."""
+    look = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
+
+    def choice(kind, label, options, value):
+        return kind(options=options, value=value, description=label, **look)
+
+    slider, menu = ipywidgets.SelectionSlider, ipywidgets.Dropdown
+    lengths = [(f"{n:,}", n) for n in CONTEXTS]
+    controls = {
+        "model": choice(menu, "model", sorted(kv_cache.models().model), model),
+        "context": choice(slider, "context (tokens)", lengths, 8192),
+        "batch": choice(slider, "requests", BATCHES, 4),
+        "dtype": choice(menu, "cache format", DTYPES, "bfloat16"),
+        "weights": choice(menu, "weight format", WEIGHTS, "bfloat16"),
+        "engine": choice(menu, "engine", ENGINES, "vllm"),
+        "n_gpus": choice(slider, "GPUs (TP)", (1, 2, 4, 8), 1),
+        "memory": choice(slider, "GiB per GPU", MEMORY, 80),
+    }
+    return Panel(
+        controls=controls,
+        compute=functools.partial(fit, beside=beside),
+        draw=_draw,
+        figure=Figure(figsize=(7.6, 4.6), dpi=100, layout="constrained"),
+    )
+
+
+def fit(
+    *,
+    model: str,
+    context: int,
+    batch: int,
+    dtype: str,
+    weights: str,
+    engine: str,
+    n_gpus: int,
+    memory: int,
+    beside: tuple[str, ...] = (),
+) -> Content:
+    """What fills one GPU, what still fits, and what one more token or request costs.
+
+    Raises
+    ------
+    ValueError where the model, format and number of GPUs do not go together.
+    """
+    rules = None if engine == ENGINES[-1] else engine
+    shared = {"dtype": dtype, "engine": rules, "tensor_parallel": n_gpus, "encoder_len": 1500}
+    if kv_cache.geometry(model).encoder_len:
+        del shared["encoder_len"]
+    size = kv_cache.kv_cache_bytes(model, seq_len=context, batch_size=batch, **shared)
+    asked = {"memory_bytes": memory * GIB, "seq_len": context, "batch_size": batch}
+    room = kv_cache.capacity(model, weights_dtype=weights, **asked, **shared)
+    rows = [("weights", room.weights_bytes), ("overhead", room.overhead_bytes)]
+    rows += [(part.kind, part.bytes) for part in size.parts]
+    rows += [("headroom", max(room.headroom_bytes, 0)), ("memory", room.memory_bytes)]
+    grid = {"seq_lens": CONTEXTS, "batch_sizes": [batch], "dtypes": [dtype]}
+    growth = kv_cache.sweep(
+        list(dict.fromkeys((model, *beside))),
+        engine_name=rules,
+        tensor_parallel=n_gpus,
+        encoder_len=1500,
+        **grid,
+    )
+    return Content(
+        text=_told(size, room, batch),
+        table=size.to_frame()[["kind", "n_layers", "formula", "bytes"]],
+        frames={
+            "memory": pd.DataFrame(rows, columns=["part", "bytes"]),
+            "growth": growth.assign(available_bytes=room.available_bytes),
+        },
+    )
+
+
+def _told(size, room, batch):
+    """Whether it fits, what else would, and the price of a token and of a request."""
+    fits = room.headroom_bytes >= 0
+    longest = "any length" if room.max_seq_len is None else f"{room.max_seq_len:,} tokens"
+    return (
+        f"{'Fits' if fits else 'Does not fit'}: the cache takes {binary(size.bytes)} of"
+        f" {binary(max(room.available_bytes, 0))} beside weights and overhead"
+        f" ({binary(abs(room.headroom_bytes))} {'free' if fits else 'missing'}).\n"
+        f"Room for {room.max_requests:,} requests of this length; {batch} requests may have"
+        f" {longest} each.\n"
+        f"One more token of one request: {binary(size.bytes_per_token)}; fixed per request:"
+        f" {binary(size.fixed_bytes / size.n_sequences)}."
+    )
+
+
+def _draw(figure: Figure, content: Content, state: dict) -> None:
+    if not figure.axes:
+        figure.subplots(2, 1, height_ratios=(1, 4))
+    above, below = figure.axes
+    kv_cache_memory(content.frames["memory"], ax=above)
+    growth = content.frames["growth"]
+    kv_cache_growth(growth, ax=below, available_bytes=growth["available_bytes"].iloc[0])
+    mark(below, state["context"])

@@ -1,0 +1,78 @@
+"""Notebook 02's panel in real JupyterLab in Chromium: keys move it, and it says what fits."""
+
+import hashlib
+import time
+
+import pytest
+from lab import CHROMIUM, Notebook, chromium, server, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+PANEL = """
+from lossless_lab.panels.kv_cache import kv_cache_sizing
+panel = kv_cache_sizing()
+panel
+"""
+CONTEXT, BATCH, GPUS, MEMORY = range(4)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is missing: apt-get install chromium")
+    folder = tmp_path_factory.mktemp("lab")
+    write_notebook(folder / "kv.ipynb", PANEL)
+    with server(folder) as address, chromium() as browser:
+        yield Notebook(browser, address.format("kv.ipynb"))
+
+
+def settle(notebook):
+    """The text on the page, once the picture on it is the kernel's last one."""
+    ask = "import hashlib; print(hashlib.sha256(panel.png).hexdigest())"
+    for _ in range(100):
+        wanted = notebook.execute(ask).strip()
+        if hashlib.sha256(notebook.picture(0)).hexdigest() == wanted:
+            return notebook.output(0).inner_text()
+        time.sleep(0.1)
+    raise AssertionError("the picture on the page is not the one that the kernel drew last")
+
+
+def press(notebook, slider, key, times=1):
+    handle = notebook.slider(0, slider)
+    handle.focus()
+    for _ in range(times):
+        handle.press(key)
+    return settle(notebook)
+
+
+def test_context_and_batch_change_what_fits(opened):
+    first = settle(opened)
+    assert "Fits: the cache takes 4.00 GiB" in first  # 4 requests of 8,192 tokens x 128 KiB
+    assert "Fits: the cache takes 8.00 GiB" in press(opened, CONTEXT, "ArrowRight")
+    assert "Fits: the cache takes 16.00 GiB" in press(opened, BATCH, "ArrowRight")
+    assert "Does not fit: the cache takes 64.00 GiB" in press(opened, CONTEXT, "ArrowRight", 2)
+    press(opened, CONTEXT, "ArrowLeft", 3)
+    assert "Fits: the cache takes 4.00 GiB" in press(opened, BATCH, "ArrowLeft")
+
+
+def test_another_model_and_more_gpus(opened):
+    opened.output(0).locator("select").nth(0).select_option("deepseek-r1")
+    assert "exceed" in settle(opened) or "Does not fit" in settle(opened)
+    latent = "512 + 64"
+    assert latent in settle(opened)
+    assert latent in press(opened, GPUS, "ArrowRight", 3)
+    opened.output(0).locator("select").nth(0).select_option("smollm2-135m")
+    wait_for(opened, "`tensor_parallel` 8 does not divide the 9 attention heads")
+    press(opened, GPUS, "ArrowLeft", 3)
+    assert "Fits" in wait_for(opened, "smollm2-135m")
+    assert opened.execute("print(panel.error, panel.state['n_gpus'])").split() == ["None", "1"]
+
+
+def wait_for(notebook, text):
+    """The panel's text once it contains `text`."""
+    output = notebook.output(0)
+    for _ in range(100):
+        shown = output.inner_text() + notebook.execute("print(panel.state['model'])")
+        if text in shown and ("tensor_parallel" in text) == ("tensor_parallel" in shown):
+            return shown
+        time.sleep(0.1)
+    raise AssertionError(f"{text!r} did not appear: {shown[-500:]}")
