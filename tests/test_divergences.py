@@ -267,6 +267,7 @@ def test_infinite_kl_names_the_likeliest_lost_token():
     b = torch.tensor([[1.0, -INF, -INF, 0.0], [1.0, 1.0, 1.0, 0.0]])
     found = divergences(a, b)
     assert found.frame[MEASURES[0]].tolist()[0] == INF and found.mean(MEASURES[0]) == INF
+    assert found.frame["logit_rms"].tolist() == [INF, INF]
     assert found.infinite == ((0, "reference‖candidate", 1), (1, "candidate‖reference", 3))
     assert "KL(reference‖candidate) at position 0: token 1 is unreachable" in str(found)
     lost = torch.softmax(a[0], 0)[1:3].sum()

@@ -87,3 +87,12 @@ def test_a_floor_never_hides_a_nan():
         noise_floor({}, top_logits=1.0, dtype="float32")
     with pytest.raises(ValueError, match="no positions"):
         noise_floor({"a": []}, top_logits=1.0, dtype="float32")
+
+
+def test_both_rooms_mean_the_same_by_centred_rms():
+    from lossless_lab.statistical.divergences import divergences
+
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
+    y = x + 1e-3 * torch.randn(6, 200, generator=torch.Generator().manual_seed(1)) + 2
+    x[:, 3:9] = y[:, 3:9] = -math.inf
+    assert np.allclose(divergences(x, y).frame["logit_rms"], centred_rms(x, y), rtol=1e-3)

@@ -238,13 +238,12 @@ def _measured(x: torch.Tensor, y: torch.Tensor, temperature: float) -> dict[str,
 
 def _centred_rms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """As numerical.noise.centred_rms, in the chunk's own precision."""
-    d, used = b - a, ~(torch.isneginf(a) & torch.isneginf(b))
-    d = d.masked_fill(~used, 0)
-    n = used.sum(-1, True)
-    mean = d.sum(-1, True, dtype=torch.float64) / n
-    square = (d - mean.to(d.dtype)).masked_fill(~used, 0).square()
-    spread = square.sum(-1, True, dtype=torch.float64)
-    return (spread / n).sqrt().masked_fill(torch.isinf(d).any(-1, True), math.inf)[:, 0]
+    both = torch.isneginf(a) & torch.isneginf(b)
+    d = (b - a).masked_fill_(both, 0)
+    n = a.shape[-1] - both.sum(-1, True)
+    centred = d.sub_(d.sum(-1, True) / n).masked_fill_(both, 0)
+    rms = (centred.square().sum(-1).double() / n[:, 0]).sqrt()
+    return torch.where(rms.isnan(), math.inf, rms)  # −inf on one side only
 
 
 def _undefined(

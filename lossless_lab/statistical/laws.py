@@ -147,7 +147,7 @@ def distances(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
         js_term,
         gain.abs() / 2,
     )
-    forward, backward, js, tv = (term.sum(-1, dtype=torch.float64) for term in terms)
+    forward, backward, js, tv = (term.sum(-1).double() for term in terms)
     if masked is not None:
         p_alone, q_alone = p_alone[:, 0].double(), q_alone[:, 0].double()
         forward = (forward + q_alone).masked_fill((masked & (a > b)).any(-1), math.inf)
