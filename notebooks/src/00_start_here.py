@@ -37,13 +37,11 @@ MODEL = "smollm2"
 N_PROMPTS = 12
 N_TOKENS = 32
 BATCH_SIZE = 4
-COMPILE = "compile"
+COMPILE = "compile-mlp"
 N_VARIANTS = 4
 
 # %%
 model = models.load(MODEL)
-small = MODEL.startswith("tiny")
-compiled = "compile-mlp" if small else COMPILE
 engine = TransformersEngine(model, batch_size=BATCH_SIZE)
 facts = engine.describe()
 stamp = {key: facts[key] for key in ("torch", "transformers", "dtype", "attention", "threads")}
@@ -95,7 +93,7 @@ print(f"ids differ on {louder['1b'].estimate:.0%} of prompts, mean TV {louder['2
 
 # %%
 decoding = Decoding(max_new_tokens=N_TOKENS)
-room = 480 if small else None
+room = network.config.max_position_embeddings - N_TOKENS
 with warnings.catch_warnings(record=True) as left_out:
     asked = prompts.tokenize(prompts.read(), model, max_prompt_tokens=room)[:N_PROMPTS]
 ignored = declared(network.generation_config)
@@ -113,13 +111,15 @@ print(repr(first.text))
 #
 # The same prompts in fp16, in bf16, compiled, and in batches of 8, and once more compiled in the
 # way that is found in many tutorials: `model = torch.compile(model)`, then `model.generate(…)`.
+# `compile-mlp` compiles each layer's MLP by itself, which takes seconds; `COMPILE = "compile"`
+# compiles the whole forward pass, a different program, and takes minutes on a CPU.
 #
 # **Prediction.** Half precision keeps 8 or 11 binary digits, so logits move in the third or fourth
 # digit and some tokens flip. Compiling and batching only change the order of additions, so in
 # float32 nothing should be visible above the noise floor. And the last one never runs.
 
 # %%
-for name in ("float16", "bfloat16", compiled, "batch-8", "compile-ineffective"):
+for name in ("float16", "bfloat16", COMPILE, "batch-8", "compile-ineffective"):
     study.add(name)
 table = study.to_frame().set_index("candidate")
 table[["1a", "1b", "1c", "2", "witness"]]
