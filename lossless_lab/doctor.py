@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pandas as pd
+from packaging.requirements import Requirement
 
 from lossless_lab import models
 
@@ -30,6 +33,8 @@ def report() -> pd.DataFrame:
         ("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB", ""),
         ("torch", torch.__version__, _torch(torch)),
         ("transformers", importlib.metadata.version("transformers"), ""),
+        ("packages", *_packages()),
+        ("NVIDIA driver", _driver() or "none", ""),
         *_devices(torch),
         ("C++ compiler (torch.compile)", *_compiler()),
         ("smollm2", *_smollm2()),
@@ -42,16 +47,47 @@ def _python() -> str:
     return "" if sys.version_info >= (3, 10) else "install Python 3.10 or newer (3.11 is tested)"
 
 
+def _packages(distribution: str = "lossless-lab") -> tuple[str, str]:
+    """What the package requires beside its extras, and what of it is not installed."""
+    missing = []
+    try:
+        named = map(Requirement, importlib.metadata.requires(distribution) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: lossless-lab itself is not installed", "pip install -e ."
+    for need in named:
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = need.specifier.contains(importlib.metadata.version(need.name), prereleases=True)
+        except importlib.metadata.PackageNotFoundError:
+            there = False
+        if not there:
+            missing.append(f"{need.name}{need.specifier}")
+    install = " ".join(f"'{name}'" for name in missing)
+    return ("missing: " + ", ".join(missing), f"pip install {install}") if missing else ("all", "")
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, "" where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return told.stdout.split("\n")[0].strip()
+    return "found, version unknown" if Path("/proc/driver/nvidia/version").exists() else ""
+
+
 def _torch(torch: object) -> str:
-    driver = Path("/proc/driver/nvidia/version").exists()
+    driver = _driver()
     if driver and torch.version.cuda is None:
-        return "an NVIDIA driver is here, but torch is a CPU build: pip install torch"
+        return "a driver but a CPU build of torch: pip install --force-reinstall torch"
     if not driver and torch.version.cuda is not None:
         return f"a CUDA build without a driver; to save space, {CPU_TORCH}"
     return ""
 
 
 def _devices(torch: object) -> list[tuple[str, str, str]]:
+    if torch.backends.mps.is_available():
+        return [("GPU", "Apple, through mps; memory is shared with the system", "")]
     if not torch.cuda.is_available():
         return [("GPU", "none", "")]
     rows = []

@@ -1,0 +1,55 @@
+"""The same work without a browser: the `lossless-lab` command, its options and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lossless_lab.cli import options
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    0 PROVEN or EQUIVALENT, 1 DIFFERENT, 2 INCONCLUSIVE, NOT EXERCISED, VACUOUS or NOT TESTED,
+    3 INVALID, NOT APPLICABLE or wrong usage, 130 interrupted.
+    """
+    arguments = options.parse(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _say_warning
+        try:
+            return _command(arguments.command)(arguments) or 0
+        except (ValueError, KeyError, OSError, MemoryError) as error:
+            _say(error.args[0] if isinstance(error, KeyError) and error.args else error)
+            return options.USAGE
+        except KeyboardInterrupt:
+            _say("interrupted; what a run had written is kept, the same command goes on from there")
+            return 130
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
+    """A command's function; its room is imported only now, so that --help is quick."""
+    from lossless_lab.cli import comparing, listing, recording
+
+    return {
+        "models": listing.models,
+        "runs": listing.runs,
+        "doctor": listing.doctor,
+        "kv-cache": listing.kv_cache,
+        "run": recording.run,
+        "compare": comparing.compare,
+    }[name]
+
+
+def _say(message: Any) -> None:
+    print(f"lossless-lab: {message}", file=sys.stderr)
+
+
+def _say_warning(message: Warning | str, category: type[Warning], *where: Any, **also: Any) -> None:
+    if issubclass(category, UserWarning):  # what libraries deprecate is no news to a user
+        _say(message)

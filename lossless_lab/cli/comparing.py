@@ -1,0 +1,130 @@
+"""`compare`: two run folders, files of logits or text files to a verdict and its records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from lossless_lab import runs
+from lossless_lab.engines import Decoding
+from lossless_lab.models.places import choose
+from lossless_lab.optimizations import find
+from lossless_lab.pipeline import Stored, answers, as_subject, check
+from lossless_lab.pipeline.study import JUDGED
+from lossless_lab.runs.folder import write_json
+from lossless_lab.semantic.text import similarity
+from lossless_lab.verdict import Verdict, uniform
+
+FIELDS = (*runs.Manifest.model_fields, *(f.name for f in fields(Decoding)))
+HINT = "; if that is what you test, allow it with --under-test FIELD"
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the verdict, write its records; returns the exit code of the level asked for."""
+    sides = [_side(path) for path in (arguments.reference, arguments.candidate)]
+    allowed = [choose("--under-test", name, FIELDS) for name in arguments.under_test]
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    given = {"1b": arguments.margin_prompts, "2": arguments.margin_tv}
+    verdict = check(
+        *sides,
+        margins={level: value for level, value in given.items() if value is not None},
+        under_test=[*allowed, *(name for side in sides for name in _changes(side))],
+        progress=sys.stderr.isatty(),
+    )
+    verdict = _with_trace(verdict, _metrics(arguments.candidate))
+    print(_printed(verdict, arguments.format))
+    if arguments.out is not None:
+        write_json(arguments.out / "verdict.json", json.loads(verdict.to_json()))
+        write_json(arguments.out / "metrics.json", _record(sides, verdict))
+    answer = verdict[arguments.require]
+    if answer.word == "INVALID":
+        kinds = {row[3] for row in verdict.differences}
+        hint = HINT if kinds & {"sampling", "seed", "scheduling"} and "prompts" not in kinds else ""
+        cause = verdict.cause.partition(" (outputs compared")[0]
+        print(f"lossless-lab: INVALID: {cause}{hint}", file=sys.stderr)
+    return answer.exit_code
+
+
+def _side(path: Path) -> Stored:
+    if not path.exists():
+        raise ValueError(f"there is no run folder or file {path}")
+    try:
+        return as_subject(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no file of logits: {error}") from None
+
+
+def _changes(side: Stored) -> tuple[str, ...]:
+    """Manifest fields that the side's recorded optimisation is meant to change."""
+    try:
+        return find(side.manifest.get("optimization", "none")).changes
+    except (KeyError, ValueError):
+        return ()
+
+
+def _metrics(path: Path) -> dict[str, Any]:
+    try:
+        return runs.Run(path).metrics if path.is_dir() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path / 'metrics.json'} is damaged: {error}") from None
+
+
+def _with_trace(verdict: Verdict, metrics: dict[str, Any]) -> Verdict:
+    """The verdict with what the candidate's run recorded: did it run, did a position need it."""
+    if metrics.get("witness") is None or verdict["1b"].word == "INVALID":
+        return verdict
+    kept = {"differences": verdict.differences, "supporting": verdict.supporting}
+    name = verdict.candidate
+    if not metrics["witness"]:
+        sides = {"reference": verdict.reference, "candidate": name}
+        return uniform(
+            "VACUOUS", f"{name} left no trace of having run", witness="none", **sides, **kept
+        )
+    n, n_positions = metrics["exercised"], metrics["n_positions"]
+    found = {"exercised": f"{n} of {n_positions} positions"}
+    verdict = replace(
+        verdict, witness=metrics["witness"], supporting={**verdict.supporting, **found}
+    )
+    if n:
+        return verdict
+    given = answers.demoted(verdict.answers, "NOT EXERCISED", JUDGED)
+    return replace(verdict, answers=given, cause=f"no judged position depended on {name}")
+
+
+def _printed(verdict: Verdict, form: str) -> str:
+    text = "\n".join(filter(None, [verdict.sentence, verdict.supporting_line]))
+    if form == "markdown":
+        return f"{verdict.to_markdown()}\n\n{text}"
+    return {"text": lambda: text, "latex": verdict.to_latex, "json": verdict.to_json}[form]()
+
+
+def _record(sides: list[Stored], verdict: Verdict) -> dict[str, Any]:
+    """metrics.json: counts, exact share, mean character similarity, one row per sample."""
+    a, b = (side.completions for side in sides)
+    tokens = verdict.evidence.get("tokens")
+    frame = [] if tokens is None else json.loads(tokens.to_json(orient="records"))
+    told = {(row["prompt_id"], row["sample_index"]): row for row in frame}
+    samples = []
+    for key in a:
+        if key not in b or (a[key].prompt_ids and b[key].prompt_ids not in ((), a[key].prompt_ids)):
+            continue  # not the same question
+        ids = a[key].output_ids, b[key].output_ids
+        exact = a[key].text == b[key].text if None in ids else ids[0] == ids[1]
+        alike = similarity(a[key].text, b[key].text) if a[key].text or b[key].text else None
+        found = {"exact": exact, "character_similarity": alike}
+        samples.append({"prompt_id": key[0], "sample_index": key[1]} | told.get(key, {}) | found)
+    texts = [s["character_similarity"] for s in samples if s["character_similarity"] is not None]
+    return {
+        "n_samples": len(samples),
+        "exact_share": sum(s["exact"] for s in samples) / len(samples) if samples else None,
+        "mean_character_similarity": sum(texts) / len(texts) if texts else None,
+        "answers": {answer.level: answer.word for answer in verdict.answers},
+        "samples": samples,
+    }
