@@ -11,6 +11,7 @@ from typing import Any
 from lossless_lab import __version__, paths
 
 USAGE = 3
+LEVELS = ("numerical", "statistical", "semantic")
 COMPARE = """\
 REFERENCE and CANDIDATE are run folders, .safetensors files of logits (logits/<prompt_id> and
 ids/<prompt_id>), or text files with one output per line. Fields that a recorded optimisation
@@ -106,11 +107,10 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("reference", type=Path)
     compare.add_argument("candidate", type=Path)
-    levels = ("numerical", "statistical", "semantic")
     compare.add_argument(
         "--require",
-        choices=levels,
-        default=levels[0],
+        choices=LEVELS,
+        default=LEVELS[0],
         metavar="LEVEL",
         help="numerical (same token ids; the default), statistical, semantic",
     )
