@@ -6,7 +6,7 @@ import gguf
 import pytest
 from transformers import LlamaConfig
 
-from lossless_lab.kv_cache import CannotEstimate, binary, geometry, kv_cache_bytes, models
+from lossless_lab.kv_cache import CannotEstimate, binary, geometry, kv_cache_bytes, models, sweep
 from lossless_lab.kv_cache.formats import FORMATS, storage_format
 
 LLAMA = {
@@ -215,6 +215,10 @@ def test_a_config_that_does_not_say_enough_gives_no_number(change, message):
         ({"dtype": {"k": "f16"}}, "keys 'k' and 'v'"),
         ({"engine": "vlm"}, "`engine` 'vlm' is unknown"),
         ({"engine": "llama.cpp -ngl 99"}, "flag -ngl is not known to change"),
+        ({"engine": "transformers", "cache": "quant"}, "`cache` must be one of dynamic"),
+        ({"engine": "transformers", "cache": "static", "max_cache_len": 9}, "`max_cache_len` 9"),
+        ({"engine": "transformers", "cache": "hqq", "prefill_len": 5000}, "`prefill_len` 5000"),
+        ({"engine": "transformers", "cache": "hqq", "seq_len": 1, "group_size": 96}, "group_size"),
         ({"engine": "llama.cpp -ub many"}, "`n_ubatch` 'many' must be a number"),
     ],
     ids=lambda value: str(value)[:30],
@@ -223,6 +227,11 @@ def test_a_bad_request_is_named(options, message):
     with pytest.raises(ValueError) as caught:
         size(**options)
     assert message in str(caught.value)
+
+
+def test_two_configs_of_one_name_cannot_be_swept():
+    with pytest.raises(ValueError, match="`configs` must have distinct names"):
+        sweep([LLAMA, LLAMA], seq_lens=[1], batch_sizes=[1], dtypes=["bf16"])
 
 
 def test_an_option_of_another_engine_is_named():

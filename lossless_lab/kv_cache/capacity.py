@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -220,23 +220,22 @@ def sweep(
     batches = np.asarray(batch_sizes, dtype=np.int64)[None, :]
     rules = engine(engine_name, **options)
     names = [c if isinstance(c, str) else geometry(c).model_type for c in configs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`configs` must have distinct names; received {', '.join(names)}")
     formats = [storage_formats(dtype) for dtype in dtypes]
     cells = lengths.size * batches.size
-    total = np.empty((len(names), len(formats), cells), dtype=np.int64)
+    total = np.zeros((len(names), len(formats), cells), dtype=np.int64)
+    asked = Request(
+        seq_len=lengths, n_sequences=batches, tensor_parallel=tensor_parallel,
+        key_format=None, value_format=None,
+    )  # fmt: skip
     for i, config in enumerate(configs):
         shape = geometry(config)
         for j, (key, value) in enumerate(formats):
-            request = Request(
-                seq_len=lengths,
-                n_sequences=batches,
-                key_format=key,
-                value_format=value,
-                encoder_len=shape.encoder_len or encoder_len,
-                tensor_parallel=tensor_parallel,
-            )
-            parts = rules.parts(shape, request)
-            sizes = sum(np.broadcast_to(part.bytes, (lengths.size, batches.size)) for part in parts)
-            total[i, j] = np.ravel(sizes)
+            request = replace(asked, key_format=key, value_format=value)
+            request = replace(request, encoder_len=shape.encoder_len or encoder_len)
+            for part in rules.parts(shape, request):
+                total[i, j] += np.broadcast_to(part.bytes, (lengths.size, batches.size)).ravel()
     blocks = len(names) * len(formats)
     codes = np.repeat(np.arange(blocks, dtype=np.int32), cells)
     return pd.DataFrame(

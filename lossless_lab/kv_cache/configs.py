@@ -20,32 +20,20 @@ from lossless_lab import paths
 _LLAMA_LIKE = (
     "aquila baichuan bailing_moe deepseek internlm internlm2 minicpm orion xverse yi stablelm_epoch"
 )
-ALIASES = dict.fromkeys(_LLAMA_LIKE.split(), ("llama", {})) | {
-    "chatglm": (
-        "llama",
-        {
-            "num_layers": "num_hidden_layers",
-            "kv_channels": "head_dim",
-            "multi_query_group_num": "num_key_value_heads",
-            "padded_vocab_size": "vocab_size",
-            "ffn_hidden_size": "intermediate_size",
-        },
-    ),
+_CHATGLM = {
+    "num_layers": "num_hidden_layers", "kv_channels": "head_dim",
+    "multi_query_group_num": "num_key_value_heads", "padded_vocab_size": "vocab_size",
+}  # fmt: skip
+_FALCON = {
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads",
+}  # fmt: skip
+ALIASES = {
+    **dict.fromkeys(_LLAMA_LIKE.split(), ("llama", {})),
+    **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), ("falcon", _FALCON)),
+    **dict.fromkeys(("minimax_m1", "minimax_text_01"), ("minimax", {})),
+    "chatglm": ("llama", _CHATGLM),
     "kimi_k2": ("deepseek_v3", {}),
-    "minimax_m1": ("minimax", {}),
-    "minimax_text_01": ("minimax", {}),
     "qwen": ("llama", {"kv_channels": "head_dim"}),
-    **dict.fromkeys(
-        ("falcon", "RefinedWeb", "RefinedWebModel"),
-        (
-            "falcon",
-            {
-                "n_layer": "num_hidden_layers",
-                "n_head": "num_attention_heads",
-                "n_head_kv": "num_kv_heads",
-            },
-        ),
-    ),
 }
 # Where a composite config of a class that transformers lacks keeps its language model.
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -57,18 +45,11 @@ _SIZED = (
 # What a config that is not nested must state itself, under one of these names: transformers always
 # writes them, so a file without them is not a model's.
 _STATED = (
-    [
-        "num_hidden_layers",
-        "num_layers",
-        "num_decoder_layers",
-        "decoder_layers",
-        "layer_types",
-        "layers_block_type",
-        "hybrid_override_pattern",
-    ],
-    ["num_attention_heads", "num_heads", "n_heads", "decoder_attention_heads"],
-    ["hidden_size", "d_model", "head_dim", "d_kv", "kv_lora_rank"],
-)
+    ("num_hidden_layers", "num_layers", "num_decoder_layers", "decoder_layers", "layer_types",
+     "layers_block_type", "hybrid_override_pattern"),
+    ("num_attention_heads", "num_heads", "n_heads", "decoder_attention_heads"),
+    ("hidden_size", "d_model", "head_dim", "d_kv", "kv_lora_rank"),
+)  # fmt: skip
 
 
 class CannotEstimate(ValueError):
@@ -87,15 +68,10 @@ def bundled() -> dict[str, dict]:
 def models() -> pd.DataFrame:
     """One row per bundled config: name, model_type, parameters and source."""
     rows = [
-        {
-            "model": name,
-            "model_type": entry["config"]["model_type"],
-            "parameters": entry["parameters"],
-            "source": entry["source"],
-        }
+        (name, entry["config"]["model_type"], entry["parameters"], entry["source"])
         for name, entry in bundled().items()
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["model", "model_type", "parameters", "source"])
 
 
 def read(source) -> dict:
@@ -132,16 +108,15 @@ def resolve(source):
     name, renames = ALIASES.get(model_type, (model_type, {}))
     config_class = _class(name)
     if config_class is None:
-        nested = next((raw[key] for key in _NESTED if isinstance(raw.get(key), dict)), None)
-        if nested is None:
+        if not _nested_fields(raw):
             raise CannotEstimate(f"model_type {model_type!r} is unknown")
-        return resolve(nested)
+        return resolve(_nested_fields(raw))
     raw = {renames.get(key, key): value for key, value in raw.items()}
     if model_type == "chatglm" and not raw.get("multi_query_attention"):
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
     outer = _build(config_class, {**raw, "model_type": name})
     text = _text_config(outer)
-    fields = raw if text is outer or outer.is_encoder_decoder else _nested_fields(raw, text)
+    fields = raw if text is outer or outer.is_encoder_decoder else _nested_fields(raw)
     if not fields:  # a flat file of a class that nests its language model
         text = _build(type(text), {**raw, "model_type": text.model_type})
         fields = raw
@@ -210,24 +185,15 @@ def _text_config(outer):
     return text if text.model_type == inner.model_type else _text_config(text)
 
 
-def _nested_fields(raw, text):
-    """The part of the file that describes `text`, found by its model_type."""
-    for value in raw.values():
-        if isinstance(value, dict):
-            if value.get("model_type", text.model_type) == text.model_type and (
-                "num_hidden_layers" in value or "hidden_size" in value
-            ):
-                return value
-            found = _nested_fields(value, text)
-            if found:
-                return found
-    return {}
+def _nested_fields(raw):
+    """The part of the file that describes the language model, however deep it lies."""
+    inner = next((raw[key] for key in _NESTED if isinstance(raw.get(key), dict)), {})
+    return (_nested_fields(inner) or inner) if inner else {}
 
 
 def _check(fields, text, *, flat):
     """Refuse what is missing, negative or contradictory, naming the field."""
-    aliases = {**text.attribute_map}
-    for short, long in aliases.items():
+    for short, long in text.attribute_map.items():
         if short in fields and long in fields and fields[short] != fields[long]:
             raise CannotEstimate(
                 f"`{short}` is {fields[short]!r} and `{long}` is {fields[long]!r};"

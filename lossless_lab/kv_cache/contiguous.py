@@ -23,12 +23,19 @@ class Transformers(Allocator):
     group_size: int = 64
     residual_length: int = 128
 
+    def __post_init__(self):
+        known = ("dynamic", "static", "quanto", "hqq", "fp8")
+        if self.cache not in known:
+            raise ValueError(f"`cache` must be one of {', '.join(known)}; received {self.cache!r}")
+
     def tokens(self, layer, request):
         """A window keeps window - 1 tokens between forwards; a static one keeps all of it."""
         if layer.kind == "cross":
             return self.encoder_tokens(request)
         if self.cache == "static":
             allocated = self.max_cache_len or request.seq_len
+            if self.max_cache_len and request.seq_len > allocated:
+                raise ValueError(f"`seq_len` {request.seq_len} exceeds `max_cache_len` {allocated}")
             return allocated if layer.window is None else at_most(allocated, layer.window)
         if layer.window is None:
             return request.seq_len
@@ -51,6 +58,8 @@ class Transformers(Allocator):
     def _quantised_bytes(self, layer, request):
         """Bytes of one layer: whole groups of the flattened K or V, and the residual tokens."""
         prefill = request.seq_len if self.prefill_len is None else self.prefill_len
+        if prefill > request.seq_len:
+            raise ValueError(f"`prefill_len` {prefill} exceeds `seq_len` {request.seq_len}")
         wide = request.key_format.block_bytes
         rows = request.n_sequences * layer.n_kv_heads
         total = 0

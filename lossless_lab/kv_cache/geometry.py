@@ -140,6 +140,7 @@ _REFUSED = {
     "cpmant": "it prepends prompt tokens of its own",
     "dory": "its recurrent loops keep caches of their own",
     "dots3_note_text": "its indexer keys are kept in another format than K and V",
+    "mistral_large4_text": "layers share K and V and keep indexers of their own",
     "reformer": "its cache holds hash buckets",
     "xlnet": "its memory is set at run time",
     "rwkv": "its states live outside transformers' cache classes",
@@ -156,7 +157,7 @@ def _generates(outer, text):
     tasks = "CAUSAL_LM SEQ_TO_SEQ_CAUSAL_LM IMAGE_TEXT_TO_TEXT SPEECH_SEQ_2_SEQ MULTIMODAL_LM"
     tables = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks.split()]
     named = any(name in table for table in tables for name in (outer.model_type, text.model_type))
-    return named or text.model_type.endswith(("_text", "_text_model", "_decoder"))
+    return named or (outer is text and text.model_type.endswith(("_text", "_text_model")))
 
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
@@ -183,67 +184,47 @@ def _layer_types(text):
     return ["shared" if mode == "reuse" else kind for kind, mode in zip(types, modes, strict=True)]
 
 
+_ATTENTION = {
+    "full_attention": "full", "indexed_attention": "full", "hybrid": "full",
+    "sliding_attention": "sliding", "hybrid_sliding": "sliding", "chunked_attention": "chunked",
+}  # fmt: skip
+_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+_EMPTY = ("moe", "mlp", "shared")
+
+
 def _layers(text):
     """The cached things of every decoder layer, in order."""
-    types = _layer_types(text)
     crossed = getattr(text, "cross_attention_layers", None) or ()
-    for index, kind in enumerate(types):
-        if kind in ("moe", "mlp", "shared"):
-            continue
-        if index in crossed:
-            yield _attention(text, index, "cross")
-        elif kind == "full_attention":
-            yield _attention(text, index, "full")
-        elif kind == "sliding_attention":
-            yield _attention(text, index, "sliding")
-        elif kind == "chunked_attention":
-            yield _attention(text, index, "chunked")
-        elif kind == "indexed_attention":
-            yield _attention(text, index, "full")
-            if (
-                getattr(text, "indexer_types", None) is None
-                or text.indexer_types[index] != "shared"
-            ):
-                yield Layer(index=index, kind="indexer", n_kv_heads=1, key_dim=text.index_head_dim)
-        elif kind in ("linear_attention", "conv"):
+    for index, kind in enumerate(_layer_types(text)):
+        if kind not in (*_ATTENTION, *_STATES, *_EMPTY):
+            raise CannotEstimate(f"no rule for layer {index} of {text.model_type!r}: {kind!r}")
+        if kind in _ATTENTION:
+            yield _attention(text, index, "cross" if index in crossed else _ATTENTION[kind])
+        if kind in _STATES:
             yield Layer(index=index, kind="state", states=states(text))
-        elif kind in ("hybrid", "hybrid_sliding"):
-            yield _attention(text, index, "full" if kind == "hybrid" else "sliding")
-            yield Layer(index=index, kind="state", states=states(text))
-        else:
-            raise CannotEstimate(
-                f"layer {index} of {text.model_type!r} is of unknown type {kind!r}"
-            )
+        if kind == "indexed_attention" and _own_indexer(text, index):
+            yield Layer(index=index, kind="indexer", n_kv_heads=1, key_dim=text.index_head_dim)
+
+
+def _own_indexer(text, index):
+    """Whether this layer keeps indexer keys, rather than using another layer's."""
+    return not field(text, "indexer_types") or text.indexer_types[index] != "shared"
 
 
 def _attention(text, index, kind):
     """K and V of one attention layer, MLA's latent where the model compresses them."""
     config = _of_layer(text, index)
-    window = None
-    if kind in ("sliding", "chunked"):
-        window = needed(config, "sliding_window" if kind == "sliding" else "attention_chunk_size")
-    if field(config, "kv_lora_rank"):
-        heads = config.num_attention_heads
+    windows = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
+    window = needed(config, windows[kind]) if kind in windows else None
+    layer = {"index": index, "kind": kind, "window": window}
+    if rank := field(config, "kv_lora_rank"):
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-        return Layer(
-            index=index,
-            kind="latent" if kind == "full" else kind,
-            n_kv_heads=1,
-            key_dim=config.kv_lora_rank,
-            value_dim=rope,
-            window=window,
-            expanded=(heads, nope + rope, config.v_head_dim),
-        )
-    n_kv_heads, head_dim = _kv_heads(config, kind), _head_dim(config, kind)
-    value_dim = field(config, "v_head_dim", default=head_dim)
-    return Layer(
-        index=index,
-        kind=kind,
-        n_kv_heads=n_kv_heads,
-        key_dim=head_dim,
-        value_dim=value_dim,
-        window=window,
-    )
+        layer["kind"] = "latent" if kind == "full" else kind
+        layer["expanded"] = (config.num_attention_heads, nope + rope, config.v_head_dim)
+        return Layer(n_kv_heads=1, key_dim=rank, value_dim=rope, **layer)
+    key_dim = _head_dim(config, kind)
+    value_dim = field(config, "v_head_dim", default=key_dim)
+    return Layer(n_kv_heads=_kv_heads(config, kind), key_dim=key_dim, value_dim=value_dim, **layer)
 
 
 def _kv_heads(config, kind):

@@ -16,6 +16,7 @@
 # `"tiny-target"`.
 
 # %%
+import importlib.util
 import random
 import threading
 import time
@@ -28,7 +29,8 @@ import transformers
 from IPython.display import Markdown
 
 # %%
-from lossless_lab import figures, kv_cache, models, plots
+from lossless_lab import figures, kv_cache, models, paths, plots
+from lossless_lab.engines.llamacpp import kv_log, serve
 from lossless_lab.kv_cache import binary, geometry, kv_cache_bytes
 from lossless_lab.panels.kv_cache import kv_cache_sizing
 from lossless_lab.plots.kv_cache import kv_cache_growth, memory_ramp
@@ -368,6 +370,48 @@ for name, logged in (("qwen3.5-9b", 528), ("qwen3.5-27b", 784), ("qwen3.5-35b-a3
 # more tokens to hold the state.
 
 # %% [markdown]
+# ### What engines printed
+#
+# Lines from public logs, and what the rules above give for the same settings. The project's tests
+# hold seventy of them.
+
+# %%
+LOGGED_MIB = [  # model, engine, tokens, format, MiB that the engine printed
+    ("deepseek-r1", "ik_llama.cpp -mla 2", 32768, "f16", 2196.00),
+    ("glm-z1-32b", "ik_llama.cpp", 5120, "q8_0", 162.03),
+    ("qwen3-235b-a22b", "ik_llama.cpp", 16384, "q8_0", 1598.00),
+    ("gpt-oss-20b", "llama.cpp", 131072, "f16", 3072.00 + 18.00),
+    ("mpt-7b", "ggml", 2048, "f16", 1024.00),
+    ("qwen3-vl-30b-a3b", "vllm 0.11", 262144, "bf16", 24 * 1024),
+]
+logs = pd.DataFrame(LOGGED_MIB, columns=["model", "engine", "tokens", "format", "logged_mib"])
+
+# %%
+logs["predicted_mib"] = [
+    kv_cache_bytes(row.model, seq_len=row.tokens, dtype=row.format, engine=row.engine).bytes / 2**20
+    for row in logs.itertuples()
+]
+logs["ratio"] = (logs.predicted_mib / logs.logged_mib).round(5)
+assert ((logs.predicted_mib - logs.logged_mib).abs() < 0.01).all()
+logs.round(2)
+
+# %% [markdown]
+# And one engine in this very moment, where its wheel is installed: a llama.cpp server on loopback
+# loads SmolLM2 with a cache of another format for K than for V.
+
+# %%
+gguf = paths.CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+if gguf.is_file() and importlib.util.find_spec("xllamacpp"):
+    with serve(gguf, n_ctx=1536, cache_type_k="q8_0") as server:
+        printed = kv_log(server.log()).loc[0, "size_mib"]
+    mixed = {"k": "q8_0", "v": "f16"}
+    live = kv_cache_bytes("smollm2-135m", seq_len=1536, dtype=mixed, engine="llama.cpp")
+    assert f"{printed:.2f}" == f"{live.bytes / 2**20:.2f}"
+    print(f"printed {printed} MiB, predicted {live}")
+else:
+    print("xllamacpp or the GGUF file is not here; skipped")
+
+# %% [markdown]
 # ## "Far under the actual": the rest of the memory
 #
 # People compare a cache estimate with what `nvidia-smi` or `top` shows, and find it far too low. The
@@ -509,7 +553,8 @@ Markdown(
     f"""The predicted cache equals the bytes really held for {exact} of {len(both)} architectures and
 for {MODEL} at all {len(ramp)} batch sizes; its cache was {peak.cache / peak.peak:.1%} of the process
 at {peak.batch_size} requests of {PROMPT_TOKENS} tokens, and the four parts together came to within
-{(total_ratio - 1).abs().max():.0%} of it. On a GPU of {GPU_GIB} GiB, Llama 3.1 8B
+{(total_ratio - 1).abs().max():.0%} of it. {len(logs)} lines of engine logs are reproduced to their
+last digit. On a GPU of {GPU_GIB} GiB, Llama 3.1 8B
 serves {room.max_requests} requests of 8,192 tokens by these rules. Not shown: activations of other
 kernels, engines other than those named, and whether a smaller cache changes the answers."""
 )
