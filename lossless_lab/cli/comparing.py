@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,10 @@ from safetensors import SafetensorError
 from lossless_lab import runs
 from lossless_lab.engines import Decoding
 from lossless_lab.models.places import choose
-from lossless_lab.optimizations import find
-from lossless_lab.pipeline import Stored, answers, as_subject, check
-from lossless_lab.pipeline.study import JUDGED
+from lossless_lab.pipeline import Stored, as_subject, check
 from lossless_lab.runs.folder import write_json
 from lossless_lab.semantic.text import similarity
-from lossless_lab.verdict import Verdict, uniform
+from lossless_lab.verdict import Verdict
 
 FIELDS = (*runs.Manifest.model_fields, *(f.name for f in fields(Decoding)))
 HINT = "; if that is what you test, allow it with --under-test FIELD"
@@ -35,10 +33,9 @@ def compare(arguments: argparse.Namespace) -> int:
     verdict = check(
         *sides,
         margins={level: value for level, value in given.items() if value is not None},
-        under_test=[*allowed, *(name for side in sides for name in _changes(side))],
+        under_test=allowed,
         progress=sys.stderr.isatty(),
     )
-    verdict = _with_trace(verdict, _metrics(arguments.candidate))
     print(_printed(verdict, arguments.format))
     if arguments.out is not None:
         write_json(arguments.out / "verdict.json", json.loads(verdict.to_json()))
@@ -59,43 +56,6 @@ def _side(path: Path) -> Stored:
         return as_subject(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no file of logits: {error}") from None
-
-
-def _changes(side: Stored) -> tuple[str, ...]:
-    """Manifest fields that the side's recorded optimisation is meant to change."""
-    try:
-        return find(side.manifest.get("optimization", "none")).changes
-    except (KeyError, ValueError):
-        return ()
-
-
-def _metrics(path: Path) -> dict[str, Any]:
-    try:
-        return runs.Run(path).metrics if path.is_dir() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path / 'metrics.json'} is damaged: {error}") from None
-
-
-def _with_trace(verdict: Verdict, metrics: dict[str, Any]) -> Verdict:
-    """The verdict with what the candidate's run recorded: did it run, did a position need it."""
-    if metrics.get("witness") is None or verdict["1b"].word == "INVALID":
-        return verdict
-    kept = {"differences": verdict.differences, "supporting": verdict.supporting}
-    name = verdict.candidate
-    if not metrics["witness"]:
-        sides = {"reference": verdict.reference, "candidate": name}
-        return uniform(
-            "VACUOUS", f"{name} left no trace of having run", witness="none", **sides, **kept
-        )
-    n, n_positions = metrics["exercised"], metrics["n_positions"]
-    found = {"exercised": f"{n} of {n_positions} positions"}
-    verdict = replace(
-        verdict, witness=metrics["witness"], supporting={**verdict.supporting, **found}
-    )
-    if n:
-        return verdict
-    given = answers.demoted(verdict.answers, "NOT EXERCISED", JUDGED)
-    return replace(verdict, answers=given, cause=f"no judged position depended on {name}")
 
 
 def _printed(verdict: Verdict, form: str) -> str:

@@ -80,8 +80,6 @@ def _fitting(
 
 def _trace(run: runs.Run, subject: pipeline.Live, asked: list[prompts.Prompt]) -> dict[str, Any]:
     """What shows that the optimisation ran ("" for nothing), and how many positions needed it."""
-    entry, records = subject.optimization, run.records
-    lengths = [len(r.output_ids) for r in records]
-    exercised = entry.exercised(lengths, [int(r.timings.get("batch_rows", 1)) for r in records])
     seen = triage.witness(subject, asked, run.manifest.decoding)
-    return {"witness": seen, "exercised": exercised, "n_positions": sum(lengths)}
+    exercised, n_positions = triage.exercised(subject, run.records)
+    return {"witness": seen, "exercised": exercised, "n_positions": n_positions}

@@ -16,7 +16,7 @@ from lossless_lab.engines.callable_engine import CallableEngine
 from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.models import Model
-from lossless_lab.optimizations import Candidate, Optimization, find
+from lossless_lab.optimizations import CATALOGUE, Candidate, Optimization, find
 from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored, Subject
 
 
@@ -102,7 +102,15 @@ def _stored(given: runs.Run | str | Path, name: str) -> Stored:
     if not completions:
         raise NotEvidence(f"{given.folder.name} holds no outputs")
     manifest = {n: getattr(given.manifest, n) for n in type(given.manifest).model_fields}
-    return Stored(name=name or given.folder.name, completions=completions, manifest=manifest)
+    entry = manifest["optimization"]
+    known = entry in CATALOGUE or entry.startswith("batch-")
+    return Stored(
+        name=name or given.folder.name,
+        completions=completions,
+        manifest=manifest,
+        metrics=given.metrics,
+        optimization=find(entry) if known else None,
+    )
 
 
 def _from_logits(path: Path) -> dict[tuple[str, int], Completion]:

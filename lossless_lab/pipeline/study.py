@@ -145,8 +145,8 @@ class Study:
     def _verdict(
         self, candidate: Subject, under_test: tuple[str, ...], progress: Callable[[str], Any]
     ) -> Verdict:
-        entry = candidate.optimization
-        allowed = (*under_test, *(entry.changes if entry else ()))
+        entries = (self.reference.optimization, candidate.optimization)
+        allowed = (*under_test, *(name for entry in entries if entry for name in entry.changes))
         decoding = decoding_for(candidate, self._decoding, like=self.decoding)
         sides = {"reference": self.reference.name, "candidate": candidate.name}
         rows = runs.differences(
@@ -178,6 +178,11 @@ class Study:
         self.evidence[candidate.name] = evidence if self._keep else evidence.without_logits()
         found = self._concluded(candidate, evidence, floor, progress)
         return Verdict(witness=witness, **found, **kept, **sides)
+
+    @property
+    def _why_no_floor(self) -> str:
+        kind = "stored" if isinstance(self.reference, Stored) else "a function"
+        return f"no noise floor was given, and the reference is {kind}, so none can be measured"
 
     def _floor(self, allowed: tuple[str, ...], progress: Callable[[str], Any]) -> NoiseFloor | None:
         if self._given_floor is not None or not isinstance(self.reference, Live):
@@ -221,18 +226,15 @@ class Study:
         given = (
             answers.bitwise(positions),
             answers.token_ids(evidence.tokens, proven, margins["1b"]),
-            answers.within_floor(positions, proven, floor),
+            answers.within_floor(positions, proven, floor, self._why_no_floor),
             answers.distribution(positions, proven, margins["2"]),
             answers.task_quality(),
         )
         why = cause(self.reference, candidate, evidence, given, floor=floor, progress=progress)
         figures = supporting(evidence)
-        if entry := candidate.optimization:
-            lengths = [len(c.output_ids) for c in evidence.candidate]
-            rows = [int(c.timings.get("batch_rows", 1)) for c in evidence.candidate]
-            exercised = entry.exercised(lengths, rows)
-            figures["exercised"] = f"{exercised} of {sum(lengths)} positions"
-            if exercised == 0:
+        if counted := triage.exercised(candidate, evidence.candidate):
+            figures["exercised"] = f"{counted[0]} of {counted[1]} positions"
+            if counted[0] == 0:
                 given = answers.demoted(given, "NOT EXERCISED", JUDGED)
                 why = f"no judged position depended on {candidate.name}"
         frames = {"tokens": evidence.tokens.frame, "positions": positions}

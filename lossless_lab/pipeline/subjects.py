@@ -92,12 +92,15 @@ class Stored:
     name : what reports call it.
     completions : (prompt id, sample index) -> completion, its logits where they were kept.
     manifest : manifest fields, empty for a bare file of logits.
+    metrics : what came out besides; a recorded witness and exercised count among it.
+    optimization : the catalogue entry that the manifest names, if any.
     """
 
     name: str
     completions: Mapping[tuple[str, int], Completion]
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    optimization: None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    optimization: Optimization | None = None
     intact: bool = True
     network: None = None
     compiled: bool = False

@@ -8,22 +8,38 @@ from dataclasses import replace
 import pandas as pd
 
 from lossless_lab.engines.decoding import Decoding
+from lossless_lab.engines.protocol import Completion
 from lossless_lab.optimizations.entry import fingerprint
 from lossless_lab.optimizations.witness import compiled_code, observe
-from lossless_lab.pipeline.subjects import Live, Subject
+from lossless_lab.pipeline.subjects import Stored, Subject
 from lossless_lab.prompts import Prompt
 
 
 def witness(candidate: Subject, prompts: Sequence[Prompt], decoding: Decoding) -> str:
     """What shows that the candidate's change ran; "" where it was looked for and not found."""
     entry = candidate.optimization
-    if not isinstance(candidate, Live) or not (entry or candidate.compiled):
+    if isinstance(candidate, Stored):
+        seen = candidate.metrics.get("witness")
+        return "not witnessed" if seen is None else seen
+    if not (entry or candidate.compiled):
         return "not witnessed"
     engine = candidate.engine
     ids = [p.ids for p in prompts[: engine.batch_size]]
     short = replace(decoding, max_new_tokens=min(3, decoding.max_new_tokens), n_samples=1)
     seen = observe(candidate.network, lambda: engine.generate(ids, short, seed=0))
     return entry.witness(seen) if entry else compiled_code(seen)
+
+
+def exercised(candidate: Subject, completions: Sequence[Completion]) -> tuple[int, int] | None:
+    """(positions that could depend on the change, all positions), None where nothing tells."""
+    if isinstance(candidate, Stored):
+        told = [candidate.metrics.get(name) for name in ("exercised", "n_positions")]
+        return None if None in told else tuple(told)
+    if candidate.optimization is None:
+        return None
+    lengths = [len(c.output_ids) for c in completions]
+    rows = [int(c.timings.get("batch_rows", 1)) for c in completions]
+    return candidate.optimization.exercised(lengths, rows), sum(lengths)
 
 
 def not_comparable(rows: pd.DataFrame, allowed: Sequence[str]) -> str:

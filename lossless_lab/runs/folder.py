@@ -99,7 +99,10 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """What came out; empty until the run is complete."""
         path = self.folder / "metrics.json"
-        return json.loads(path.read_bytes()) if path.is_file() else {}
+        try:
+            return json.loads(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: {error}") from None
 
     @property
     def evidence(self) -> str:
