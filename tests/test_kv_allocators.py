@@ -86,6 +86,15 @@ def test_vllm_block_of_hybrids(model, dtype, expected):
     assert engine("vllm").hybrid_block_size(geometry(model), request) == expected
 
 
+def test_vllm_block_of_nemotron_with_half_precision_states():
+    # LMCache users' table for Nemotron 3 Nano: 1072 tokens with bf16 K and V, 2128 with fp8.
+    for dtype, expected in (("bf16", 1072), ("fp8", 2128)):
+        key, value = storage_formats(dtype)
+        request = Request(seq_len=1, n_sequences=1, key_format=key, value_format=value)
+        rules = engine("vllm --mamba-ssm-cache-dtype float16")
+        assert rules.hybrid_block_size(geometry("nemotron-3-nano"), request) == expected
+
+
 def test_vllm_pages_of_a_hybrid_are_padded_to_one_size():
     size = kv_cache_bytes("qwen3.5-35b-a3b", seq_len=8192, engine="vllm 0.18")
     page = 1056 * 2 * 2 * 256 * 2

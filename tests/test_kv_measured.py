@@ -10,9 +10,11 @@ from transformers import CONFIG_MAPPING, EncoderDecoderCache, QuantizedCache, St
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
-from lossless_lab.kv_cache import kv_cache_bytes
+from lossless_lab.kv_cache import kv_cache_bytes, models
+from lossless_lab.kv_cache.configs import resolve
 
 BATCH_SIZE, PREFILL, STEPS, WINDOW, ENCODER = 2, 6, 6, 8, 5
 
@@ -56,7 +58,9 @@ MODELS = {
         "attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "opt": {}, "bloom": {}, "mpt": {}, "codegen": {}, "phi": {}, "stablelm": {}, "qwen2": {},
     "qwen3": {}, "qwen3_moe": {}, "mixtral": {}, "granite": {}, "glm4": {}, "olmo2": {},
-    "falcon": {}, "gpt_bigcode": {}, "bitnet": {}, "nemotron": {},
+    "falcon": {}, "falcon, grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon, all heads": {"multi_query": False}, "gpt_bigcode": {},
+    "gpt_bigcode, all heads": {"multi_query": False}, "bitnet": {}, "nemotron": {},
     # windows and chunks
     "mistral": {}, "phi3": {}, "starcoder2": {}, "gemma2": {}, "gemma3_text": {}, "cohere2": {},
     "gpt_oss": {}, "olmo3": {}, "exaone4": {}, "llama4_text": {}, "mimo_v2_flash": {},
@@ -81,18 +85,19 @@ MODELS = {
 NO_STATIC = {"minimax", "t5", "bart", "marian", "m2m_100"}  # caches of another class
 
 
-def network(model_type, **overrides):
-    """A tiny random model of that family in float32, and whether it has an encoder."""
+def network(model_type, dtype=torch.float32, **overrides):
+    """A tiny random model of that family, and whether it has an encoder."""
+    extra, model_type = MODELS[model_type], model_type.split(",")[0]
     config_class = CONFIG_MAPPING[model_type]
     aliases = config_class.attribute_map
     names = {*config_class.__dataclass_fields__, *aliases}
     sizes = {k: v for k, v in SMALL.items() if k in names and aliases.get(k) not in SMALL}
-    config = config_class(**{**sizes, **MODELS[model_type], **overrides})
+    config = config_class(**{**sizes, **extra, **overrides})
     translates = model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     table = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if translates else {}
     name = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **table}[model_type]
     torch.manual_seed(0)
-    return getattr(transformers, name)._from_config(config, dtype=torch.float32).eval(), translates
+    return getattr(transformers, name)._from_config(config, dtype=dtype).eval(), translates
 
 
 def tokens(length):
@@ -141,15 +146,16 @@ def grown(model, translates, cache=None):
     return sizes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_dynamic_cache(model_type):
-    model, translates = network(model_type)
+def test_dynamic_cache(model_type, dtype):
+    model, translates = network(model_type, dtype)
     for n_tokens, held in grown(model, translates):
         size = kv_cache_bytes(
             model.config.to_dict(),
             seq_len=n_tokens,
             batch_size=BATCH_SIZE,
-            dtype="float32",
+            dtype=dtype,
             engine="transformers",
             encoder_len=ENCODER,
         )
@@ -247,3 +253,29 @@ def test_bytes_per_token_is_the_measured_slope():
     slopes = {b - a for (_, a), (_, b) in itertools.pairwise(held)}
     size = kv_cache_bytes(model.config, seq_len=PREFILL, dtype="fp32", engine="transformers")
     assert slopes == {BATCH_SIZE * size.bytes_per_token}
+
+
+UNRUN = {  # the class needs what the sizes do not say, or keeps its cache in its modules
+    "llama-3.2-11b-vision", "deepseek-v2", "deepseek-v2-lite", "recurrentgemma-2b", "whisper-base",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in models().model if n not in UNRUN])
+def test_bundled_config_in_full_size_on_meta_tensors(name):
+    _, outer, text, _ = resolve(name)
+    translates = outer.is_encoder_decoder
+    table = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if translates else {}) or {
+        **MODEL_MAPPING_NAMES,
+        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    config = outer if translates else text
+    with torch.device("meta"), torch.no_grad():
+        found = getattr(transformers, table[config.model_type])
+        model = found._from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        inputs = {"input_ids": torch.zeros(2, 300, dtype=torch.long)}
+        if translates:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        cache = model(**inputs, use_cache=True)["cache"]
+    size = kv_cache_bytes(name, seq_len=300, batch_size=2, engine="transformers", encoder_len=300)
+    assert size.bytes == held_bytes(cache), size

@@ -98,16 +98,10 @@ def serve(
     if not Path(gguf).is_file():
         raise FileNotFoundError(f"`gguf` {str(gguf)!r} is not a file")
     options = {
-        "n_ctx": n_ctx,
-        "n_parallel": n_parallel,
-        "n_ubatch": n_ubatch,
-        "cache_type_k": cache_type_k,
-        "cache_type_v": cache_type_v,
-        "flash_attn": flash_attn,
-        "swa_full": swa_full,
-        "kv_unified": kv_unified,
-        "threads": threads,
-    }
+        "n_ctx": n_ctx, "n_parallel": n_parallel, "n_ubatch": n_ubatch, "flash_attn": flash_attn,
+        "cache_type_k": cache_type_k, "cache_type_v": cache_type_v, "swa_full": swa_full,
+        "kv_unified": kv_unified, "threads": threads,
+    }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="llamacpp-"))
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
@@ -148,8 +142,9 @@ def kv_log(text: str) -> pd.DataFrame:
     --------
     >>> line = ("llama_kv_cache: size =   22.50 MiB (  1024 cells,  30 layers,  1/1 seqs), "
     ...         "K (f16):   11.25 MiB, V (f16):   11.25 MiB")
-    >>> kv_log(line)[["cells", "n_layers", "size_mib"]].values.tolist()
-    [[1024.0, 30.0, 22.5]]
+    >>> row = kv_log(line).iloc[0]
+    >>> int(row.cells), int(row.n_layers), float(row.size_mib)
+    (1024, 30, 22.5)
     """
     rows = [{"kind": "kv", **m.groupdict()} for m in _KV_LINE.finditer(text)]
     rows += [{"kind": "state", **m.groupdict()} for m in _STATE_LINE.finditer(text)]

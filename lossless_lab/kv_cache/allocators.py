@@ -102,9 +102,9 @@ class Allocator:
         key, value = request.key_format, request.value_format
         if layer.kind == "indexer" and self.indexer_scales:
             return layer.key_dim + layer.key_dim // 128 * 4  # fp8, a float32 scale per 128
-        if layer.expanded and heads == 1 and key.name == "fp8_ds_mla":
+        if layer.kind == "latent" and heads == 1 and key.name == "fp8_ds_mla":
             return layer.key_dim + layer.key_dim // 128 * 4 + 2 * layer.value_dim
-        if layer.expanded and heads == 1:
+        if layer.kind == "latent" and heads == 1:
             value = key  # latent and rope are one vector, in one format
         return key.row_bytes(heads, key_dim) + value.row_bytes(heads, value_dim)
 
@@ -126,7 +126,8 @@ class Allocator:
 
     def state_dtype(self, state) -> str | None:
         """The state's dtype, None for the model's."""
-        return self.state_format if state.name == "recurrent" else None
+        fixed = state.name == "recurrent" and state.dtype != "model"
+        return self.state_format if fixed else None
 
     def parts(self, geometry: Geometry, request: Request) -> list[Part]:
         """Everything reserved, one part per kind of layer and width."""

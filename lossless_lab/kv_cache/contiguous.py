@@ -41,6 +41,12 @@ class Transformers(Allocator):
             return request.seq_len
         return at_most(request.seq_len, layer.window - 1)
 
+    def widths(self, layer):
+        """MLA stays compressed; Falcon's grouped heads are repeated before they are kept."""
+        if layer.expanded and layer.kind != "latent":
+            return layer.expanded
+        return Allocator.widths(self, layer)
+
     def columns(self, kernel, layer):
         """A convolution keeps its whole kernel; Griffin's own module keeps kernel - 1."""
         griffin = len(layer.states) == 2 and len(layer.states[1].shape) == 1
@@ -149,9 +155,9 @@ class LlamaCpp(Allocator):
     def widths(self, layer):
         """MLA: K is latent + rope; before PR 19067 (Jan 2026) V repeats the latent beside it;
         before PR 12801 (Apr 2025), or without absorbed projections, every head is expanded."""
-        if layer.expanded and (self.build < 5131 or not self.mla):
+        if layer.kind == "latent" and (self.build < 5131 or not self.mla):
             return layer.expanded
-        if layer.expanded and self.build < 7833:
+        if layer.kind == "latent" and self.build < 7833:
             return 1, layer.key_dim + layer.value_dim, layer.key_dim
         return layer.n_kv_heads, layer.key_dim, layer.value_dim
 
@@ -178,9 +184,9 @@ class IkLlamaCpp(LlamaCpp):
 
     def widths(self, layer):
         """-mla 0 expands the heads; 1 keeps a transposed latent beside unless flash attention."""
-        if layer.expanded and (self.mla_mode == 0 or not self.mla):
+        if layer.kind == "latent" and (self.mla_mode == 0 or not self.mla):
             return layer.expanded
-        if layer.expanded and self.mla_mode == 1 and not self.flash_attn:
+        if layer.kind == "latent" and self.mla_mode == 1 and not self.flash_attn:
             return 1, layer.key_dim + layer.value_dim, layer.key_dim
         return layer.n_kv_heads, layer.key_dim, layer.value_dim
 

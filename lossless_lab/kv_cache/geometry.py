@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import pandas as pd
@@ -23,7 +24,7 @@ class Layer:
     key_dim: int = 0  # elements per token and head
     value_dim: int = 0
     window: int | None = None  # tokens that can be attended to
-    expanded: tuple[int, int, int] | None = None  # of a latent: heads, key and value width
+    expanded: tuple[int, int, int] | None = None  # heads, key and value width once decompressed
     states: tuple[State, ...] = ()
 
     @property
@@ -62,9 +63,7 @@ class Geometry(Result):
         return pd.DataFrame([asdict(layer) for layer in self.layers])
 
     def __str__(self):
-        counts: dict[str, int] = {}
-        for layer in self.layers:
-            counts[layer.kind] = counts.get(layer.kind, 0) + 1
+        counts = Counter(layer.kind for layer in self.layers)
         kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "no cache"
         return f"{self.model_type}: {self.n_layers} layers ({kinds})"
 
@@ -87,8 +86,8 @@ def geometry(config) -> Geometry:
     CannotEstimate
         If the family is unknown, a field is missing, or two fields contradict each other.
 
-    Source: transformers 5.24 configuration_*.py and modeling_*.py of each family; the defaults that
-    a file leaves out are those of its configuration class, and `assumed` lists them.
+    Source: transformers 5.24, each family's configuration and modelling files. What a file leaves
+    out has its configuration class's default, and `assumed` lists it.
 
     Examples
     --------
@@ -98,13 +97,8 @@ def geometry(config) -> Geometry:
     [128, 128]
     """
     if isinstance(config, str) and config in configs.bundled():
-        return _of_bundled(config)
+        return _of_name(config)
     return _describe(config)
-
-
-@functools.cache
-def _of_bundled(name):
-    return _describe(name)
 
 
 def _describe(config):
@@ -134,8 +128,8 @@ def _describe(config):
     )
 
 
-# Families whose cache no rule here describes.
-_REFUSED = {
+_of_name = functools.cache(_describe)
+_REFUSED = {  # families whose cache no rule here describes
     "blt": "byte-latent patches have no fixed length per token",
     "cpmant": "it prepends prompt tokens of its own",
     "dory": "its recurrent loops keep caches of their own",
@@ -189,26 +183,21 @@ _ATTENTION = {
     "sliding_attention": "sliding", "hybrid_sliding": "sliding", "chunked_attention": "chunked",
 }  # fmt: skip
 _STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-_EMPTY = ("moe", "mlp", "shared")
 
 
 def _layers(text):
     """The cached things of every decoder layer, in order."""
     crossed = getattr(text, "cross_attention_layers", None) or ()
     for index, kind in enumerate(_layer_types(text)):
-        if kind not in (*_ATTENTION, *_STATES, *_EMPTY):
+        if kind not in (*_ATTENTION, *_STATES, "moe", "mlp", "shared"):
             raise CannotEstimate(f"no rule for layer {index} of {text.model_type!r}: {kind!r}")
         if kind in _ATTENTION:
             yield _attention(text, index, "cross" if index in crossed else _ATTENTION[kind])
         if kind in _STATES:
             yield Layer(index=index, kind="state", states=states(text))
-        if kind == "indexed_attention" and _own_indexer(text, index):
+        own = (field(text, "indexer_types") or {}) and text.indexer_types[index]
+        if kind == "indexed_attention" and own != "shared":
             yield Layer(index=index, kind="indexer", n_kv_heads=1, key_dim=text.index_head_dim)
-
-
-def _own_indexer(text, index):
-    """Whether this layer keeps indexer keys, rather than using another layer's."""
-    return not field(text, "indexer_types") or text.indexer_types[index] != "shared"
 
 
 def _attention(text, index, kind):
@@ -224,6 +213,8 @@ def _attention(text, index, kind):
         return Layer(n_kv_heads=1, key_dim=rank, value_dim=rope, **layer)
     key_dim = _head_dim(config, kind)
     value_dim = field(config, "v_head_dim", default=key_dim)
+    if field(config, "new_decoder_architecture"):  # Falcon: transformers repeats K and V
+        layer["expanded"] = (config.num_attention_heads, key_dim, value_dim)
     return Layer(n_kv_heads=_kv_heads(config, kind), key_dim=key_dim, value_dim=value_dim, **layer)
 
 

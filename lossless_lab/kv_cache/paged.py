@@ -91,7 +91,8 @@ class VLLM(Allocator):
 
     def state_dtype(self, state):
         """A recurrent state's dtype: the launch flag, the config's, else the model's."""
-        return (self.ssm_dtype or state.dtype) if state.name == "recurrent" else None
+        fixed = None if state.dtype == "model" else state.dtype
+        return (self.ssm_dtype or fixed) if state.name == "recurrent" else None
 
     def columns(self, kernel, layer):
         """kernel - 1, and one more per speculative token."""

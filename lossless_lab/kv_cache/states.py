@@ -16,7 +16,7 @@ class State:
     shape: tuple[int, ...]  # conv: channels, kernel; recurrent: heads (or channels), rest
     n_groups: int = 0  # of Mamba-2: groups whose channels are replicated when split too finely
     group_channels: int = 0
-    dtype: str | None = None  # where the config or the family fixes it
+    dtype: str | None = None  # where the config or the family fixes it; "model": the weights'
 
     def elements(self, *, columns: int = 0, tensor_parallel: int = 1) -> int:
         """Elements on one GPU; `columns` is what an engine keeps of a convolution's kernel.
@@ -89,7 +89,7 @@ def _short_conv(c):
 def _lightning(c):
     """Lightning attention: one head_dim x head_dim matrix per head, no convolution."""
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return (_recurrent(c.num_attention_heads, width, width),)
+    return (_recurrent(c.num_attention_heads, width, width, dtype="model"),)
 
 
 def _rg_lru(c):
