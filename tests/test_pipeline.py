@@ -218,14 +218,13 @@ def test_every_poisoned_twin_changes_the_verdict(t0, name):
     assert healthy.witness != "none"
 
 
-def test_harmless_entries_stay_within_the_floor_of_others(t0):
+def test_harmless_entries_stay_within_a_floor_that_they_did_not_set(t0):
     study = Study(t0, rows(8), decoding=GREEDY, progress=False)
     for name in ("batch-8", "static-cache"):
         assert words(study.add(name))["1c"] in ("EQUIVALENT", "PROVEN")
-    floors = study._floors
-    for under_test, floor in floors.items():
-        if "batch_size" in under_test:
-            assert not any("batches" in v or "companion" in v for v in floor.variants)
+    floor = study.verdicts["batch-8"].evidence["noise_floor"]
+    assert len(floor) == 5  # four variants and A/A
+    assert not floor["variant"].str.contains("batches|companion").any()
 
 
 def test_a_batch_of_one_prompt_never_was_a_batch(t0):

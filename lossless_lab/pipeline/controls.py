@@ -32,6 +32,7 @@ def measured_floor(
     *,
     under_test: Sequence[str] = (),
     n_variants: int = 4,
+    measured: dict[str, np.ndarray] | None = None,
     progress: Callable[[str], Any] = lambda what: None,
 ) -> NoiseFloor | None:
     """Noise floor of the reference along its own outputs, over its first harmless variants.
@@ -42,6 +43,7 @@ def measured_floor(
     under_test : manifest fields that the candidate changes; a variant that alters one of them sets
         no floor, so that what is judged never sets the measure.
     n_variants : 19 or more for a rule of 5 %; m of them pass the level by chance at 1/(m+1).
+    measured : variants run before, by name; those run now are added, so that floors share them.
     progress : told what is being run.
 
     Returns
@@ -53,11 +55,15 @@ def measured_floor(
     outputs = [c.output_ids for c in completions]
     ids = [c.prompt_ids for c in completions]
 
+    measured = {} if measured is None else measured
+
     def rms(name: str, engine: Any) -> np.ndarray:
-        progress(f"noise floor: {name}")
-        scored = score_batches(engine, ids, outputs)
-        parts = [centred_rms(c.logits, x) for c, x in zip(completions, scored, strict=True)]
-        return np.concatenate(parts)
+        if name not in measured:
+            progress(f"noise floor: {name}")
+            scored = score_batches(engine, ids, outputs)
+            pairs = zip(completions, scored, strict=True)
+            measured[name] = np.concatenate([centred_rms(c.logits, x) for c, x in pairs])
+        return measured[name]
 
     chosen = islice(_admissible(reference.engine, under_test), n_variants)
     found = {name: rms(name, engine) for name, engine in chosen}

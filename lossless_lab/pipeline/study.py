@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
@@ -60,7 +61,7 @@ class Study:
         self._decoding = self.decoding if stored and decoding is None else decoding
         self._given_floor, self._n_variants = floor, n_variants
         self._keep, self._progress = keep_logits, progress
-        self._floors: dict[tuple[str, ...], NoiseFloor | None] = {}
+        self._variants: dict[str, np.ndarray] = {}
         self._layers: dict[tuple[str, str], pd.DataFrame] = {}
 
     @cached_property
@@ -187,15 +188,14 @@ class Study:
     def _floor(self, allowed: tuple[str, ...], progress: Callable[[str], Any]) -> NoiseFloor | None:
         if self._given_floor is not None or not isinstance(self.reference, Live):
             return self._given_floor
-        if allowed not in self._floors:
-            self._floors[allowed] = measured_floor(
-                self.reference,
-                self.completions,
-                under_test=allowed,
-                n_variants=self._n_variants,
-                progress=progress,
-            )
-        return self._floors[allowed]
+        return measured_floor(
+            self.reference,
+            self.completions,
+            under_test=allowed,
+            n_variants=self._n_variants,
+            measured=self._variants,
+            progress=progress,
+        )
 
     def _gather(self, candidate: Subject, decoding: Decoding) -> Evidence:
         return gather(
