@@ -219,11 +219,11 @@ def test_every_poisoned_twin_changes_the_verdict(t0, name):
 
 
 def test_harmless_entries_stay_within_a_floor_that_they_did_not_set(t0):
-    study = Study(t0, rows(8), decoding=GREEDY, progress=False)
-    for name in ("batch-8", "static-cache"):
+    study = Study(t0, rows(8), decoding=GREEDY, n_variants=19, progress=False)
+    for name in ("batch-8", "static-cache"):  # at most 1 in 20 harmless ones passes the floor
         assert words(study.add(name))["1c"] in ("EQUIVALENT", "PROVEN")
     floor = study.verdicts["batch-8"].evidence["noise_floor"]
-    assert len(floor) == 5  # four variants and A/A
+    assert 10 <= len(floor) <= 20
     assert not floor["variant"].str.contains("batches|companion").any()
 
 
