@@ -185,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         results = report.make(chosen, with_a_model(given))
     failed = {name: r for name, r in results.items() if isinstance(r, Exception)}
     for name, error in failed.items():
-        print(f"\n{name} failed: {strip_ansi(str(error))}", file=sys.stderr)
+        told = strip_ansi(str(error)) or type(error).__name__
+        print(f"\n{name} failed: {told}", file=sys.stderr)
     return int(bool(failed))
 
 

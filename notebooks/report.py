@@ -87,7 +87,7 @@ def page(notebooks: Mapping[str, nbformat.NotebookNode | Exception]) -> str:
     rows, articles = [], []
     for name, notebook in notebooks.items():
         if isinstance(notebook, Exception):
-            told = html.escape(strip_ansi(str(notebook))[-2000:])
+            told = html.escape(strip_ansi(str(notebook))[-2000:] or type(notebook).__name__)
             rows.append((name, f'<span class="failed">failed</span><pre>{told}</pre>'))
             continue
         rows.append((name, "".join(verdicts(notebook)) or "no verdict in this notebook"))
