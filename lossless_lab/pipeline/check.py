@@ -21,7 +21,7 @@ def check(
     tokenizer: Any = None,
     margins: Mapping[str, float] | None = None,
     floor: NoiseFloor | None = None,
-    n_variants: int = 4,
+    n_variants: int = 19,
     under_test: Sequence[str] = (),
     progress: bool = True,
 ) -> Verdict:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from lossless_lab.engines.protocol import Completion, score_batches
+from lossless_lab.engines.conditions import kernels
+from lossless_lab.engines.padding import forward_logits
+from lossless_lab.engines.protocol import Completion, batches, score_batches
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.engines.variants import harmless_variants
 from lossless_lab.numerical.noise import NoiseFloor, centred_rms, noise_floor
 from lossless_lab.pipeline.subjects import Live
 
+Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], list[torch.Tensor]]
 # manifest field under test -> engine fields whose variants then may not set the floor
 _UNDER_TEST = {
     "batch_size": {"batch_size", "companions"},
@@ -31,7 +36,7 @@ def measured_floor(
     completions: Sequence[Completion],
     *,
     under_test: Sequence[str] = (),
-    n_variants: int = 4,
+    n_variants: int = 19,
     measured: dict[str, np.ndarray] | None = None,
     progress: Callable[[str], Any] = lambda what: None,
 ) -> NoiseFloor | None:
@@ -52,40 +57,81 @@ def measured_floor(
     """
     if not isinstance(reference.engine, TransformersEngine):
         return None
-    outputs = [c.output_ids for c in completions]
-    ids = [c.prompt_ids for c in completions]
-
     measured = {} if measured is None else measured
-
-    def rms(name: str, engine: Any) -> np.ndarray:
+    chosen = dict(islice(_admissible(reference.engine, under_test), n_variants))
+    for name, scored in ({"unchanged": _by_engine(reference.engine)} | chosen).items():
         if name not in measured:
             progress(f"noise floor: {name}")
-            scored = score_batches(engine, ids, outputs)
-            pairs = zip(completions, scored, strict=True)
-            measured[name] = np.concatenate([centred_rms(c.logits, x) for c, x in pairs])
-        return measured[name]
-
-    chosen = islice(_admissible(reference.engine, under_test), n_variants)
-    found = {name: rms(name, engine) for name, engine in chosen}
-    if not found:
+            measured[name] = _moved(completions, scored)
+    if not chosen:
         return None
     return noise_floor(
-        found,
+        {name: measured[name] for name in chosen},
         top_logits=np.concatenate([c.logits.max(-1).values.numpy() for c in completions]),
         dtype=reference.network.dtype,
-        self_rms=rms("unchanged", reference.engine),
+        self_rms=measured["unchanged"],
     )
+
+
+def _moved(completions: Sequence[Completion], scored: Scorer) -> np.ndarray:
+    """Centred RMS of the logits at each position, against those of the completions."""
+    pairs = ([c.prompt_ids for c in completions], [c.output_ids for c in completions])
+    found = zip(completions, scored(*pairs), strict=True)
+    return np.concatenate([centred_rms(c.logits, logits) for c, logits in found])
 
 
 def _admissible(
     engine: TransformersEngine, under_test: Sequence[str]
-) -> Iterator[tuple[str, TransformersEngine]]:
-    """Variants, each made when asked for, that leave everything under test alone."""
+) -> Iterator[tuple[str, Scorer]]:
+    """Variants that leave everything under test alone: two through generate, then the cheap ones.
+
+    The cheap ones read prompt and output in one pass without a cache, which is the same function
+    and costs a small part of decoding it token by token.
+    """
     tested = set().union(*(_UNDER_TEST.get(name, set()) for name in under_test))
+    slow = []
     for name, make in harmless_variants(engine).items():
         variant = make()
         if all(getattr(variant, field) == getattr(engine, field) for field in tested):
-            yield name, variant
+            slow.append((name, _by_engine(variant)))
+    yield from slow[:2]
+    if "cache" not in tested:
+        yield from _one_pass_variants(engine, tested)
+    yield from slow[2:]
+
+
+def _by_engine(engine: TransformersEngine) -> Scorer:
+    return lambda prompts, outputs: score_batches(engine, prompts, outputs)
+
+
+def _one_pass_variants(
+    engine: TransformersEngine, tested: set[str]
+) -> Iterator[tuple[str, Scorer]]:
+    sizes = (engine.batch_size,) if "batch_size" in tested else (1, 2, 3, 4)
+    kernels_ = (None,) if "attention" in tested else ("sdpa", "eager")
+    for columns in (0, 1, 3, 5, 8, 13, 21):
+        for rows in sizes:
+            for kernel in kernels_:
+                name = f"one pass, {rows} rows, {columns} pad columns, {kernel or 'same'} attention"
+                yield name, partial(_one_pass, engine, rows, columns, kernel)
+
+
+@torch.no_grad()
+def _one_pass(
+    engine: TransformersEngine,
+    n_rows: int,
+    columns: int,
+    kernel: str | None,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    whole = [[*p, *o[:-1]] for p, o in zip(prompts, outputs, strict=True)]
+    found: list[torch.Tensor] = []
+    with kernels(engine.network, threads=engine.threads, attention=kernel):
+        for rows in batches(len(whole), n_rows):
+            given = [whole[i] for i in rows]
+            found += forward_logits(engine.network, given, extra=columns, pad_id=engine.pad_id)
+    return [logits[-len(o) :] for logits, o in zip(found, outputs, strict=True)]
 
 
 def in_float32(subject: Live) -> Live:

@@ -46,7 +46,7 @@ class Study:
         tokenizer: Any = None,
         margins: Mapping[str, float] | None = None,
         floor: NoiseFloor | None = None,
-        n_variants: int = 4,
+        n_variants: int = 19,
         keep_logits: bool = False,
         progress: bool = True,
     ) -> None:
