@@ -10,7 +10,10 @@ __version__ = "0.1.0"
 
 # name -> room that defines it
 _NAMES = {
+    "Study": "pipeline",
     "check": "pipeline",
+    "kv_cache_bytes": "kv_cache",
+    "noise_floor": "numerical.noise",
     "load": "models",
     "Decoding": "engines.decoding",
     "TransformersEngine": "engines.transformers_engine",
@@ -26,6 +29,7 @@ _NAMES = {
 _ROOMS = (
     "engines",
     "figures",
+    "kv_cache",
     "models",
     "numerical",
     "optimizations",
@@ -35,7 +39,9 @@ _ROOMS = (
     "plots",
     "prompts",
     "runs",
+    "semantic",
     "statistical",
+    "stats",
     "verdict",
 )
 
