@@ -36,7 +36,7 @@ from lossless_lab.stats.intervals import n_for_share
 MODEL = "smollm2"
 N_PROMPTS = 12
 N_TOKENS = 32
-BATCH_SIZE = 4
+BATCH_SIZE = 6
 COMPILE = "compile-mlp"
 N_VARIANTS = 19
 
