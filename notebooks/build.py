@@ -110,14 +110,21 @@ def run(notebook: nbformat.NotebookNode, *, title: str = "", timeout: int = 1200
     start = time.perf_counter()
     code = sum(c.cell_type == "code" for c in notebook.cells)
     with tqdm(total=code, desc=title, unit="cell", file=sys.stdout, mininterval=1) as bar:
-        NotebookClient(
+        client = NotebookClient(
             notebook,
             timeout=timeout,
             kernel_name="python3",
             coalesce_streams=True,
             resources={"metadata": {"path": str(FOLDER)}},
             on_cell_complete=lambda cell, cell_index: bar.update(cell.cell_type == "code"),
-        ).execute()
+        )
+        try:
+            client.execute()
+        except Exception as error:
+            # nbclient ends its kernel on a signal, and then trips over the missing kernel
+            if getattr(client, "_async_cleanup_kernel_future", None) is not None:
+                raise KeyboardInterrupt from error
+            raise
     return time.perf_counter() - start
 
 
@@ -211,4 +218,8 @@ def literal(text: str) -> object:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 import warnings
 
 import nbformat
@@ -130,6 +134,31 @@ def test_an_error_in_one_notebook_leaves_the_others(source, tmp_path, monkeypatc
     assert "01_broken failed" in capsys.readouterr().err
     failed = tmp_path / "build" / "notebooks" / "01_broken.failed.ipynb"
     assert "ZeroDivisionError" in failed.read_text(), "what did run is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_signal_stops_the_build_rather_than_the_notebook(source):
+    """One interrupt, and neither a later notebook nor a kernel is left running."""
+    mark = source.parent / "started"
+    waiting = f"open({str(mark)!r}, 'a').write('x')\nimport time; time.sleep(300)"
+    for name in ("00_small.py", "01_next.py"):
+        source.with_name(name).write_text(SMALL.replace("ipywidgets.IntSlider()", waiting))
+    script = (
+        "import pathlib, sys; from notebooks import build; "
+        f"build.SOURCES = build.paths.FIGURES = pathlib.Path({str(source.parent)!r}); "
+        "build.models.fetch, build.ROOT = str, build.SOURCES; "
+        "sys.exit(build.main(['report']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=build.ROOT, text=True)
+    try:
+        while not mark.exists() and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+    finally:
+        process.kill()
+    assert mark.read_text() == "x", "the second notebook was started"
 
 
 def output(text):
