@@ -30,12 +30,14 @@ from lossless_lab.stats.intervals import n_for_share
 
 # %% [markdown]
 # The next cell is the only one to change for a run of your own. 12 prompts × 32 tokens is a quick
-# look: **a difference after token 32, or on another prompt, is not seen**. Raise both to widen it.
+# look: **a difference after token 32, on another prompt or on a long one, is not seen**. Raise the
+# three numbers to widen it.
 
 # %% tags=["parameters"]
 MODEL = "smollm2"
 N_PROMPTS = 12
 N_TOKENS = 32
+MAX_PROMPT_TOKENS = 200
 BATCH_SIZE = 6
 COMPILE = "compile-mlp"
 N_VARIANTS = 19
@@ -93,9 +95,9 @@ print(f"ids differ on {louder['1b'].estimate:.0%} of prompts, mean TV {louder['2
 
 # %%
 decoding = Decoding(max_new_tokens=N_TOKENS)
-room = network.config.max_position_embeddings - N_TOKENS
 with warnings.catch_warnings(record=True) as left_out:
-    asked = prompts.tokenize(prompts.read(), model, max_prompt_tokens=room)[:N_PROMPTS]
+    read = prompts.read()[: N_PROMPTS + 8]
+    asked = prompts.tokenize(read, model, max_prompt_tokens=MAX_PROMPT_TOKENS)[:N_PROMPTS]
 ignored = declared(network.generation_config)
 print(len(asked), "prompts of", [len(p.ids) for p in asked], "tokens")
 print(*(warning.message for warning in left_out))
