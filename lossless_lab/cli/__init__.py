@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _say_warning
         try:
-            return _command(arguments.command)(arguments) or 0
+            code = _command(arguments.command)(arguments) or 0
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader (`| head`) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except (ValueError, KeyError, OSError, MemoryError) as error:
             _say(error.args[0] if isinstance(error, KeyError) and error.args else error)
             return options.USAGE

@@ -76,7 +76,14 @@ def models() -> pd.DataFrame:
 
 def read(source) -> dict:
     """The config as a plain dict, from whatever describes the model."""
-    if isinstance(source, dict):
+    found = _found(source)
+    if not isinstance(found, dict):
+        raise CannotEstimate(f"`config` must be one JSON object; got a {type(found).__name__}")
+    return found
+
+
+def _found(source):
+    if isinstance(source, dict | list):
         return source
     if hasattr(source, "config"):  # a loaded model
         source = source.config
@@ -92,7 +99,7 @@ def read(source) -> dict:
         near = difflib.get_close_matches(str(source), bundled(), n=3)
         raise FileNotFoundError(
             f"`config` {str(source)!r} is neither a file, a folder, a Hub id nor a bundled name"
-            + (f"; near it are {', '.join(near)}" if near else "")
+            + (f"; near it are {', '.join(near)}" if near else "; `kv_cache.models()` lists those")
         )
     from huggingface_hub import hf_hub_download
 

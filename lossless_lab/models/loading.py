@@ -106,7 +106,12 @@ def _what_is_missing(name, folder) -> str:
 def _check_device(device) -> None:
     import torch
 
-    kind = "auto" if device == "auto" else torch.device(device).type
+    try:
+        kind = "auto" if device == "auto" else torch.device(device).type
+    except RuntimeError:
+        raise ValueError(
+            f"`device` {device!r} is none that torch knows; give cpu, cuda, cuda:0, mps or auto"
+        ) from None
     there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in there and not there[kind]():
         raise ValueError(f"`device` {device!r}: torch sees none here; run `lossless-lab doctor`")

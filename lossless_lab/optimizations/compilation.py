@@ -1,4 +1,4 @@
-"""torch.compile, applied so that `generate` really runs the compiled code.
+"""torch.compile, whole or by region, stage by stage, so that `generate` runs the compiled code.
 
 `model = torch.compile(model); model.generate(…)` does not: `generate` is looked up on the
 original module, whose own forward is what it calls.
@@ -7,7 +7,11 @@ original module, whose own forward is what it calls.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +20,22 @@ from lossless_lab.optimizations.entry import Optimization, every_position
 from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
+# What each stage adds to the one before: backend and compiler options, by what it does. The last
+# three are the last full stage again with one switch turned.
+STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "capture": ("eager", {}),  # Dynamo's graph, run by the eager kernels
+        "trace": ("aot_eager", {}),  # AOTAutograd: functionalised, still the eager kernels
+        "decompose": ("aot_eager_decomp_partition", {}),  # into Inductor's smaller operations
+        "inductor": ("inductor", {}),  # fused loops in generated code
+        "inductor, casts emulated": ("inductor", {"emulate_precision_casts": True}),
+        "inductor, no contraction": (
+            "inductor",
+            {"cpp.enable_floating_point_contract_flag": "off"},
+        ),
+        "inductor, unsafe math": ("inductor", {"cpp.enable_unsafe_math_opt_flag": True}),
+    }
+)
 
 
 def zeros(graph: torch.fx.GraphModule, inputs: list) -> Callable:
@@ -27,17 +47,25 @@ def zeros(graph: torch.fx.GraphModule, inputs: list) -> Callable:
     return run
 
 
-def whole(backend: Backend = "inductor") -> Optimization:
-    """The network's forward as one compiled function; claims level 1c."""
+def whole(backend: Backend = "inductor", *, cache: str = "", **compiler: Any) -> Optimization:
+    """The network's forward as one compiled function; claims level 1c.
+
+    Parameters
+    ----------
+    backend : of torch.compile.
+    cache : "static" for a cache of fixed shape, as compiled decoding is usually run.
+    compiler : further arguments of torch.compile (`options`, `mode`, `dynamic`).
+    """
 
     def place(network: nn.Module, backend: Backend) -> nn.Module:
-        network.forward = torch.compile(network.forward, backend=backend, dynamic=True)
+        network.forward = _compiled(network.forward, backend, compiler)
         return network
 
-    return _entry("compile", place, backend)
+    name = f"compile-{cache}-cache" if cache else "compile"
+    return _entry(name, place, backend, {"cache": cache} if cache else {})
 
 
-def mlps(backend: Backend = "inductor") -> Optimization:
+def mlps(backend: Backend = "inductor", **compiler: Any) -> Optimization:
     """Each decoder layer's MLP compiled by itself (regional compilation); claims level 1c.
 
     A different program from the whole model compiled: what fuses across MLP borders there stays
@@ -49,7 +77,7 @@ def mlps(backend: Backend = "inductor") -> Optimization:
         if not found:
             raise ValueError("`network` has no submodule named `mlp` to compile")
         for mlp in found:
-            mlp.forward = torch.compile(mlp.forward, backend=backend, dynamic=True)
+            mlp.forward = _compiled(mlp.forward, backend, compiler)
         return network
 
     return _entry("compile-mlp", place, backend)
@@ -64,14 +92,63 @@ def ineffective(backend: Backend = "inductor") -> Optimization:
     return _entry("compile-ineffective", place, backend)
 
 
-def _entry(name: str, place: Callable[[nn.Module, Backend], nn.Module], backend: Backend):
+def stage(name: str, *, region: Callable[..., Optimization] = whole) -> Optimization:
+    """`region` compiled as far as the stage `name` of STAGES goes.
+
+    Raises
+    ------
+    KeyError
+        For an unknown stage.
+
+    >>> stage("capture").name
+    'compile'
+    """
+    if name not in STAGES:
+        raise KeyError(f"`name` must be one of {', '.join(STAGES)}; got {name!r}")
+    backend, options = STAGES[name]
+    return region(backend, dynamic=None, **({"options": dict(options)} if options else {}))
+
+
+@dataclass(slots=True)
+class CompilerWork:
+    """What the compiler did: graphs compiled so far, and where it had to leave a graph."""
+
+    graphs: int = 0
+    graph_breaks: tuple[str, ...] = ()
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], CompilerWork]]:
+    """Forget all compiled code, then count afresh; yields a function that reads the counters.
+
+    A graph more after a call with another shape is a recompilation.
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: CompilerWork(
+        graphs=counters["stats"]["unique_graphs"], graph_breaks=tuple(counters["graph_break"])
+    )
+
+
+def _compiled(forward: Callable, backend: Backend, compiler: Mapping[str, Any]) -> Callable:
+    return torch.compile(forward, backend=backend, **{"dynamic": True, **compiler})
+
+
+def _entry(
+    name: str,
+    place: Callable[[nn.Module, Backend], nn.Module],
+    backend: Backend,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+):
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
-        return place(copy.deepcopy(network), backend), {}
+        return place(copy.deepcopy(network), backend), dict(settings)
 
     return Optimization(
         name=name,
         level="1c",
-        changes=("optimization",),
+        changes=("optimization", *settings),
         transform=transform,
         witness=compiled_code,
         exercised=every_position,
@@ -87,4 +164,4 @@ def _uncompiled(network: nn.Module) -> nn.Module:
     return network
 
 
-ENTRIES = (whole(), mlps(), ineffective())
+ENTRIES = (whole(), whole(cache="static"), mlps(), ineffective())
