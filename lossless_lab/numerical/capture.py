@@ -1,4 +1,4 @@
-"""Reading the residual stream of running models, one or two in lockstep, and changing nothing."""
+"""Reading the streams of running models, one or two in lockstep, and changing nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import inspect
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from .parts import Place, decoder_layers, parts_of
 
 Inputs = dict[str, torch.Tensor]
 
@@ -20,35 +22,21 @@ class HooksNeverFired(RuntimeError):
     """Nothing was captured: the model runs code that does not call its modules' hooks."""
 
 
-def decoder_layers(network: nn.Module) -> nn.ModuleList:
-    """The decoder layers: the outermost ModuleList as long as the config's num_hidden_layers.
-
-    Raises
-    ------
-    ValueError
-        When there is none; with the ModuleLists that there are.
-    """
-    lists = {name: m for name, m in network.named_modules() if isinstance(m, nn.ModuleList)}
-    config = network.config
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    wanted = config.num_hidden_layers
-    fitting = [name for name, m in lists.items() if len(m) == wanted]
-    if not fitting:
-        sizes = ", ".join(f"{name}: {len(m)}" for name, m in lists.items()) or "none"
-        raise ValueError(
-            f"{type(network).__name__} must hold a ModuleList of num_hidden_layers={wanted}; "
-            f"it has {sizes}"
-        )
-    return lists[min(fitting, key=lambda name: name.count("."))]
-
-
 @contextmanager
 def capture(
-    network: nn.Module, see: Callable[[int, torch.Tensor], None], *, name: str = "network"
+    network: nn.Module,
+    see: Callable[[Place, torch.Tensor], None],
+    *,
+    name: str = "network",
+    parts: Mapping[Place, nn.Module] | None = None,
 ) -> Iterator[None]:
-    """Call `see(layer, stream)` before the first block (layer 0) and after each block.
+    """Call `see(place, tensor)` before the first block (place 0) and after block i (place i).
 
     Only for passes of the calling thread, so that a model can be compared with itself.
+
+    Parameters
+    ----------
+    parts : place -> module whose output is wanted as well, as from `parts_of`.
 
     Raises
     ------
@@ -57,30 +45,32 @@ def capture(
     """
     layers = decoder_layers(network)
     owner = threading.get_ident()
-    seen = []
+    seen = set()
 
     def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() == owner:
             see(0, args[0] if args else kwargs["hidden_states"])
 
-    def after(layer: int) -> Callable[..., None]:
+    def after(place: Place) -> Callable[..., None]:
         def hook(_: nn.Module, __: tuple, output: Any) -> None:
             if threading.get_ident() == owner:
-                seen.append(layer)
-                see(layer, output if isinstance(output, torch.Tensor) else output[0])
+                seen.add(place)
+                see(place, output if isinstance(output, torch.Tensor) else output[0])
 
         return hook
 
+    watched = [*(parts or {}).items(), *enumerate(layers, 1)]
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    handles += [block.register_forward_hook(after(i)) for i, block in enumerate(layers, 1)]
+    handles += [module.register_forward_hook(after(place)) for place, module in watched]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    if len(seen) < len(layers):
+    missing = set(range(1, len(layers) + 1)) - seen
+    if missing:
         raise HooksNeverFired(
-            f"`{name}`: hooks never fired on {len(layers) - len(seen)} of {len(layers)} layers; "
+            f"`{name}`: hooks never fired on {len(missing)} of {len(layers)} layers; "
             "compiled code runs without them, so nothing can be said about its layers. Compare the "
             "model before compiling, or one whose layers are compiled one by one"
         )
@@ -90,58 +80,71 @@ def lockstep(
     reference: nn.Module,
     candidate: nn.Module,
     inputs: Inputs,
-    pairs: dict[int, int],
-    compare: Callable[[int, torch.Tensor, torch.Tensor], None],
+    pairs: Mapping[Place, Place],
+    compare: Callable[[Place, torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Both forwards in turn: the candidate, in a second thread, runs only while it is waited for.
 
     Parameters
     ----------
-    pairs : reference layer -> candidate layer, both rising.
-    compare : called with (reference layer, both streams), and last with the logits, as layer
-        n_layers + 1. The tensors are the models' own: read, never written.
+    pairs : place in the reference -> place in the candidate, layers rising. A part (a place that
+        is no number) which only one side runs is passed over.
+    compare : called with (place in the reference, both tensors), and last with the logits, as
+        layer n_layers + 1. The tensors are the models' own: read, never written.
     """
     turn = threading.Semaphore(0)
-    streams: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    streams: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     end, failed = math.inf, -math.inf
     wanted, abandoned = set(pairs.values()), threading.Event()
+    held: list[tuple[Any, Any]] = []  # what the candidate gave and nobody took yet, at most one
 
     def wait() -> None:
         turn.acquire()
         if abandoned.is_set():
             raise InterruptedError
 
-    def give(layer: int, stream: torch.Tensor) -> None:
-        if layer in wanted:
-            streams.put((layer, stream))
+    def give(place: Place, stream: torch.Tensor) -> None:
+        if place in wanted:
+            streams.put((place, stream))
             wait()
+
+    def parts(network: nn.Module, places: set[Place]) -> dict[Place, nn.Module]:
+        found = parts_of(network) if any(isinstance(place, tuple) for place in places) else {}
+        return {place: module for place, module in found.items() if place in places}
 
     def run() -> None:
         try:
             wait()
-            with capture(candidate, give, name="candidate"):
+            with capture(candidate, give, name="candidate", parts=parts(candidate, wanted)):
                 logits = forward(candidate, inputs)
             streams.put((end, logits))
         except BaseException as error:
             streams.put((failed, error))
 
-    def take(layer: float) -> torch.Tensor:
-        turn.release()
-        place, stream = streams.get()
-        if place == failed:
-            raise stream
-        if place != layer:
-            raise HooksNeverFired(f"`candidate`: layer {layer} expected, hooks gave {place}")
-        return stream
+    def take(place: Place | float) -> torch.Tensor | None:
+        while True:
+            if not held:
+                turn.release()
+                held.append(streams.get())
+            got, stream = held[0]
+            if got == failed:
+                raise stream
+            if got == place:
+                return held.pop()[1]
+            if isinstance(place, tuple):
+                return None  # the candidate is past it, or never runs it
+            held.pop()
+            if not isinstance(got, tuple):
+                raise HooksNeverFired(f"`candidate`: layer {place} expected, hooks gave {got}")
 
-    def see(layer: int, stream: torch.Tensor) -> None:
-        if layer in pairs:
-            compare(layer, stream, take(pairs[layer]))
+    def see(place: Place, stream: torch.Tensor) -> None:
+        if place in pairs and (other := take(pairs[place])) is not None:
+            compare(place, stream, other)
 
     worker = threading.Thread(target=run, daemon=True)
     worker.start()
     try:
-        with capture(reference, see, name="reference"):
+        with capture(reference, see, name="reference", parts=parts(reference, set(pairs))):
             logits = forward(reference, inputs)
         compare(len(decoder_layers(reference)) + 1, logits, take(end))
     finally:
@@ -151,9 +154,17 @@ def lockstep(
 
 
 def observer_effect(
-    model: Any, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    modules: bool = False,
 ) -> float:
     """Largest |logit difference| between a pass with capture and one without; 0 is bitwise equal.
+
+    Parameters
+    ----------
+    modules : capture the parts of each layer as well.
 
     Raises
     ------
@@ -163,7 +174,8 @@ def observer_effect(
     network = getattr(model, "network", model)
     inputs = model_inputs(input_ids, attention_mask)
     without = forward(network, inputs)
-    with capture(network, lambda layer, stream: None):
+    parts = parts_of(network) if modules else None
+    with capture(network, lambda place, stream: None, parts=parts):
         watched = forward(network, inputs)
     if torch.equal(without, watched):
         return 0.0
@@ -197,8 +209,28 @@ def forward(network: nn.Module, inputs: Inputs) -> torch.Tensor:
     """Logits [batch_size, seq_len, vocab_size] of one uncached pass, on the network's device."""
     if network.training:
         raise ValueError(f"{type(network).__name__} must be in eval mode: call `.eval()` first")
+    embedding = getattr(network.get_input_embeddings(), "num_embeddings", math.inf)
+    if not 0 <= int(inputs["input_ids"].min()) <= int(inputs["input_ids"].max()) < embedding:
+        raise ValueError(
+            f"`input_ids` must lie in 0 to {embedding - 1}, the vocabulary of "
+            f"{type(network).__name__}; got up to {int(inputs['input_ids'].max())}: ids of another "
+            "tokenizer?"
+        )
     taken = inspect.signature(network.forward).parameters
     device = next(network.parameters()).device
     used = {k: v.to(device) for k, v in inputs.items() if k in taken or k != "position_ids"}
     with torch.no_grad():
         return network(**used, use_cache=False).logits
+
+
+def kept(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """[positions, size] of [batch_size, seq_len, size] or of its rows, without the pads.
+
+    Examples
+    --------
+    >>> kept(torch.ones(1, 3, 5), model_inputs([[0, 5, 6]], [[0, 1, 1]])).shape
+    torch.Size([2, 5])
+    """
+    x = x.reshape(*inputs["input_ids"].shape, -1)
+    mask = inputs.get("attention_mask")
+    return x.flatten(0, -2) if mask is None else x[mask.bool().to(x.device)]

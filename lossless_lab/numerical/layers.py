@@ -1,21 +1,21 @@
-"""Drift of the residual stream, layer by layer, between two models."""
+"""Drift of the residual stream, and of the parts of each layer, between two models."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
 from ..results import Result
-from .capture import decoder_layers, lockstep, model_inputs
+from .capture import Inputs, kept, lockstep, model_inputs, observer_effect
 from .nonfinite import Nonfinite, count_nonfinite
-
-_CHUNK = 1 << 20  # activations per chunk in float64: 8 MiB
+from .parts import Place, compiled_parts, decoder_layers, paired_layers, parts_of
+from .tensors import error_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,47 +25,58 @@ class LayerDrift(Result):
     Parameters
     ----------
     frame : DataFrame
-        One row per layer; the columns are listed under `compare_layers`.
+        One row per layer, or per part in the order in which they ran; the columns are listed under
+        `compare_layers`.
     n_layers : int
         Blocks of the reference.
     n_positions : int
         Positions compared, pads left out.
     nonfinite : dict
-        Layer -> `Nonfinite`, for each layer where either side has NaN or inf; indices count
-        (position, feature) with pads left out.
+        Layer, or (layer, module) for a part, -> `Nonfinite`, where either side has NaN or inf;
+        indices count (position, feature) with pads left out.
     reference_logits, candidate_logits : tensors [positions, vocab_size]
         Of the very passes that were captured, pads left out, row after row.
+    notes : tuple of str
+        What limits the comparison: generic or missing parts, compiled code with observer effect.
     """
 
     frame: pd.DataFrame
     n_layers: int
     n_positions: int
-    nonfinite: dict[int, Nonfinite]
+    nonfinite: dict[Place, Nonfinite]
     reference_logits: torch.Tensor = field(repr=False)
     candidate_logits: torch.Tensor = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first_place(self) -> tuple[int, str] | None:
+        """(layer, module) of the first row that is not bitwise equal; None when all are."""
+        changed = self.frame.loc[self.frame["max_abs_difference"] != 0, ["layer", "module"]]
+        return None if changed.empty else tuple(changed.iloc[0])  # NaN counts as changed
 
     @property
     def first_difference(self) -> int | None:
-        """First layer whose streams are not bitwise equal; None when all are."""
-        changed = self.frame.loc[self.frame["max_abs_difference"] != 0, "layer"]  # NaN counts
-        return None if changed.empty else int(changed.iloc[0])
+        """First layer that is not bitwise equal; None when all are."""
+        return None if self.first_place is None else int(self.first_place[0])
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per layer."""
+        """One row per layer or part."""
         return self.frame
 
     def __str__(self) -> str:
-        if self.first_difference is None:
-            return f"{self.n_positions} positions: bitwise equal after every layer"
-        last = self.frame.iloc[-1]
-        text = (
-            f"{self.n_positions} positions: first difference after layer {self.first_difference} "
-            f"of {self.n_layers}, relative RMS of the logits {last['relative_rms']:.3g} "
-            f"({last['sqnr_db']:.1f} dB)"
-        )
-        for layer, found in self.nonfinite.items():
-            return f"{text}; layer {layer}: {found}"
-        return text
+        text = f"{self.n_positions} positions: bitwise equal after every layer"
+        if self.first_place is not None:
+            layer, module = self.first_place
+            where = "" if module == "residual" else f" ({module})"
+            last = self.frame.iloc[-1]
+            text = (
+                f"{self.n_positions} positions: first difference after layer {layer} of "
+                f"{self.n_layers}{where}, relative RMS of the logits {last['relative_rms']:.3g} "
+                f"({last['sqnr_db']:.1f} dB)"
+            )
+        for place, found in list(self.nonfinite.items())[:1]:
+            text += f"; layer {place}: {found}"
+        return "; ".join([text, *self.notes])
 
 
 def compare_layers(
@@ -75,6 +86,7 @@ def compare_layers(
     *,
     attention_mask: torch.Tensor | None = None,
     layer_map: Mapping[int, int] | None = None,
+    modules: bool = False,
 ) -> LayerDrift:
     """RMS, SQNR and cosine of candidate − reference in the residual stream, after each layer.
 
@@ -88,14 +100,17 @@ def compare_layers(
     input_ids : [batch_size, seq_len] token ids
     attention_mask : [batch_size, seq_len], 1 where a token counts
     layer_map : candidate block -> reference block, both from 1, rising; for dropped layers.
+    modules : compare the outputs of attention, MLP and norms too, as the modules return them (some
+        architectures, such as BLOOM, add the residual stream inside).
 
     Returns
     -------
     LayerDrift
-        with columns layer (0 the embedding, i after block i, n_layers + 1 the logits), module
-        ("residual", "logits"), rms_difference, rms_reference, relative_rms, max_abs_difference,
-        sqnr_db = −20 log10 relative_rms, cosine, n_positions; sums in float64 over positions and
-        features. A NaN in a layer makes its figures NaN.
+        with columns layer (0 the embedding, i block i, n_layers + 1 after the last), module
+        ("residual", "logits"; with `modules` also "attention", "mlp", "norm …", and "block …" where
+        names tell nothing, as `parts_of` lists them), rms_difference, rms_reference, relative_rms,
+        max_abs_difference, sqnr_db = −20 log10 relative_rms, cosine, n_positions; sums in float64
+        over positions and features. A NaN in a layer makes its figures NaN.
 
     Raises
     ------
@@ -114,35 +129,38 @@ def compare_layers(
     3 positions: bitwise equal after every layer
     """
     networks = [getattr(m, "network", m) for m in (reference, candidate)]
-    n_layers, n_candidate = (len(decoder_layers(network)) for network in networks)
-    if layer_map is None and n_candidate != n_layers:
-        raise ValueError(
-            f"`candidate` has {n_candidate} layers and `reference` {n_layers}; pass "
-            "`layer_map={candidate_layer: reference_layer, ...}`, both counted from 1"
-        )
-    pairs = _pairs(layer_map or {i: i for i in range(1, n_layers + 1)}, n_candidate, n_layers)
+    n_layers = len(decoder_layers(networks[0]))
+    pairs = paired_layers(*networks, layer_map)
+    parts = _paired_parts(*networks, pairs) if modules else {}
     inputs = model_inputs(input_ids, attention_mask)
-    keep = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
     rows: list[dict[str, Any]] = []
-    found: dict[int, Nonfinite] = {}
+    found: dict[Place, Nonfinite] = {}
     ends: list[torch.Tensor] = []
+    missed = dict(parts)
 
-    def compare(layer: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        module = "residual" if layer <= n_layers else "logits"
+    def compare(place: Place, x: torch.Tensor, y: torch.Tensor) -> None:
+        layer, module = place if isinstance(place, tuple) else (place, "residual")
+        if place == n_layers + 1:
+            module = "logits"
         if x.shape != y.shape:
+            if place in parts:
+                return
             raise ValueError(
                 f"`candidate` has {module} of size {y.shape[-1]} at layer {layer} and "
                 f"`reference` {x.shape[-1]}; sizes must be equal"
             )
-        x, y = (_kept(z, keep) for z in (x, y))
-        rows.append({"layer": layer, "module": module, **_drift(x, y), "n_positions": len(x)})
-        counted = count_nonfinite(x, y)
-        if counted.total:
-            found[layer] = counted
+        missed.pop(place, None)
+        x, y = kept(x, inputs), kept(y, inputs)
+        figures = error_sums(x, y).figures
+        rows.append({"layer": layer, "module": module, **figures, "n_positions": len(x)})
+        if not math.isfinite(figures["max_abs_difference"]):
+            found[place] = count_nonfinite(x, y)
         if module == "logits":
             ends.extend((x, y))
 
-    lockstep(*networks, inputs, pairs, compare)
+    lockstep(*networks, inputs, pairs | parts, compare)
+    notes = list(_part_notes(networks[0], parts, missed)) if modules else []
+    notes += _compiled_notes(networks, inputs, modules)
     return LayerDrift(
         frame=pd.DataFrame(rows),
         n_layers=n_layers,
@@ -150,46 +168,47 @@ def compare_layers(
         nonfinite=found,
         reference_logits=ends[0],
         candidate_logits=ends[1],
+        notes=tuple(notes),
     )
 
 
-def _pairs(layer_map: Mapping[int, int], n_candidate: int, n_reference: int) -> dict[int, int]:
-    """Reference layer -> candidate layer, the embedding included."""
-    items = list(layer_map.items())
-    rising = all(a < c and b < d for (a, b), (c, d) in pairwise(items))
-    inside = all(1 <= a <= n_candidate and 1 <= b <= n_reference for a, b in items)
-    if not (items and rising and inside):
-        raise ValueError(
-            f"`layer_map` must rise from 1 to at most {n_candidate} (candidate) and {n_reference} "
-            f"(reference); got {dict(layer_map)}"
+def _paired_parts(
+    reference: nn.Module, candidate: nn.Module, pairs: Mapping[int, int]
+) -> dict[Place, Place]:
+    """Parts of paired layers that both sides have under one name."""
+    ends = (len(decoder_layers(m)) + 1 for m in (reference, candidate))
+    layers, there = dict(pairs) | dict([tuple(ends)]), parts_of(candidate)
+    both = {(i, part): (layers.get(i), part) for i, part in parts_of(reference)}
+    return {place: other for place, other in both.items() if other in there}
+
+
+def _part_notes(
+    reference: nn.Module, parts: Mapping[Place, Place], missed: Mapping[Place, Place]
+) -> Iterator[str]:
+    """Which parts are generic, and which were not compared."""
+    generic = sorted({part for _, part in parts if part.startswith("block ")})
+    if generic:
+        yield f"generic blocks, told by no known name: {', '.join(generic)}"
+    absent = [place for place in parts_of(reference) if place not in parts or place in missed]
+    if absent:
+        layer, part = absent[0]
+        yield (
+            f"{len(absent)} parts not compared, first {part} of layer {layer}: not run by both "
+            "sides under that name and size"
         )
-    return {0: 0} | {b: a for a, b in items}
 
 
-def _kept(x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    return x.flatten(0, -2) if keep is None else x[keep.to(x.device)]
-
-
-def _drift(x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-    """Figures of y − x over all rows of [positions, size], a small float64 chunk at a time."""
-    rows = max(1, _CHUNK // x.shape[-1])
-    sums = torch.zeros(4, dtype=torch.float64)
-    largest = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(x.split(rows), y.split(rows), strict=True):
-        a, b = a.double(), b.to(a.device).double()
-        d = b - a
-        sums += torch.stack(
-            [d.square().sum(), a.square().sum(), b.square().sum(), (a * b).sum()]
-        ).cpu()
-        largest = torch.maximum(largest, d.abs().max().cpu())
-    dd, aa, bb, ab = sums.tolist()
-    relative = math.sqrt(dd / aa) if aa else (0.0 if dd == 0 else math.inf)
-    sqnr = math.inf if relative == 0 else -20 * math.log10(relative)
-    return {
-        "rms_difference": math.sqrt(dd / x.numel()),
-        "rms_reference": math.sqrt(aa / x.numel()),
-        "relative_rms": relative,
-        "max_abs_difference": float(largest),
-        "sqnr_db": sqnr,
-        "cosine": 1.0 if dd == 0 else ab / math.sqrt(aa * bb) if aa and bb else math.nan,
-    }
+def _compiled_notes(networks: list[nn.Module], inputs: Inputs, modules: bool) -> Iterator[str]:
+    """Compiled by parts is another program; what capture does to it is measured."""
+    for side, network in zip(("reference", "candidate"), networks, strict=True):
+        compiled = compiled_parts(network)
+        if compiled:
+            effect = observer_effect(
+                network, inputs["input_ids"], attention_mask=inputs.get("attention_mask"),
+                modules=modules,
+            )  # fmt: skip
+            first = compiled[0] or "the whole network"
+            yield (
+                f"`{side}` runs {len(compiled)} compiled modules (first {first}): another program "
+                f"than the whole model compiled as one; observer effect {effect:.3g}"
+            )
