@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import transformers
+from architectures import ARCHITECTURES, build
 from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 from scipy import stats
 
@@ -19,47 +19,6 @@ from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.referee import against_referee, narrow_operations, referee
 
 IDS = torch.tensor([PROMPT_L])
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-WINDOW = {"sliding_window": 4, "head_dim": 16, "query_pre_attn_scalar": 16}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# Architecture -> what its config needs besides SIZES.
-ARCHITECTURES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": 4},
-    "Gemma2": WINDOW | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0},
-    "Gemma3": WINDOW | {"layer_types": MIXED},
-    "GPT2": {},
-    "GPTNeoX": {},
-    "Phi3": {},
-    "Olmo2": {},
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "Falcon": {},
-    "Bloom": {"n_layer": 3, "n_head": 4},
-    "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-}
-
-
-def build(architecture):
-    """A tiny model with seeded random weights."""
-    name = architecture + ("Text" if architecture == "Gemma3" else "")
-    kind = "GPT2LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM"
-    config = getattr(transformers, f"{name}Config")(**SIZES, **ARCHITECTURES[architecture])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return getattr(transformers, kind)(config).eval()
 
 
 def plain(network, ids=IDS):

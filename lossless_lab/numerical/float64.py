@@ -115,26 +115,38 @@ def referee(model: Any) -> nn.Module:
     >>> len(narrow_operations(referee(model), ids)), len(narrow_operations(model.double(), ids)) > 0
     (0, True)
     """
+    network = plain_copy(model)
+    if network.config._attn_implementation not in ("eager", "sdpa"):
+        network.set_attn_implementation("eager")  # other kernels have no float64
+    if network._can_set_experts_implementation():
+        network.set_experts_implementation("eager")
+    if not isinstance(network, Float64):
+        cls = type(network)
+        network.__class__ = type(cls.__name__, (Float64, cls), {"__module__": cls.__module__})
+    return network.double()
+
+
+def plain_copy(model: Any) -> nn.Module:
+    """A deep copy in eval mode, with compiled code replaced by what it was compiled from.
+
+    Raises
+    ------
+    ValueError
+        When a weight is stored in a quantised format; names it.
+    """
     network = getattr(model, "network", model)
     network = copy.deepcopy(getattr(network, "_orig_mod", network)).eval()
     for module in network.modules():
         module._compiled_call_impl = None
         if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             del module.forward
-    if network.config._attn_implementation not in ("eager", "sdpa"):
-        network.set_attn_implementation("eager")  # other kernels have no float64
-    if network._can_set_experts_implementation():
-        network.set_experts_implementation("eager")
     for name, weight in network.named_parameters():
         if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
             raise ValueError(
                 f"`model` must hold plain floating weights; `{name}` is "
                 f"{type(weight.data).__name__} of {weight.dtype}: pass the dequantised network"
             )
-    if not isinstance(network, Float64):
-        cls = type(network)
-        network.__class__ = type(cls.__name__, (Float64, cls), {"__module__": cls.__module__})
-    return network.double()
+    return network
 
 
 def narrow_operations(
