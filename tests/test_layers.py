@@ -19,6 +19,7 @@ from lossless_lab.numerical.capture import (
     observer_effect,
 )
 from lossless_lab.numerical.layers import compare_layers
+from lossless_lab.numerical.parts import parts_of
 
 IDS = torch.tensor([PROMPT_L])
 
@@ -313,3 +314,339 @@ def test_lockstep_holds_about_one_layer():
     networks = build_t0(num_hidden_layers=8), build_t0(num_hidden_layers=8)
     lockstep(*networks, model_inputs(IDS, None), {i: i for i in range(9)}, compare)
     assert len(alive) == 10 and max(alive) <= 2
+    seen.clear(), alive.clear()
+    places = [*range(9), *parts_of(networks[0])]
+    lockstep(*networks, model_inputs(IDS, None), {place: place for place in places}, compare)
+    assert len(alive) == 10 + 8 * 4 + 1 and max(alive) <= 8  # at most one layer's, of each
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+DELTA = {
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+NORMS = ("norm input_layernorm", "norm post_attention_layernorm")
+# name -> changes to SIZES, the parts of a block in the order in which they run
+FAMILIES = {
+    "llama": ({}, [NORMS[0], "attention", NORMS[1], "mlp"]),
+    "gpt2": (GPT, ["norm ln_1", "attention", "norm ln_2", "mlp"]),
+    "gpt_neox": ({}, [NORMS[0], "attention", NORMS[1], "mlp"]),
+    "falcon": ({}, [NORMS[0], "attention", "mlp"]),
+    "bloom": (
+        {"n_layer": 2, "n_head": 4},
+        [NORMS[0], "attention", NORMS[1], "mlp"],
+    ),
+    "gemma2": (
+        {"head_dim": 8, "final_logit_softcapping": 3.0},
+        [
+            NORMS[0],
+            "attention",
+            NORMS[1],
+            "norm pre_feedforward_layernorm",
+            "mlp",
+            "norm post_feedforward_layernorm",
+        ],
+    ),
+    "mixtral": ({"num_local_experts": 4}, [NORMS[0], "attention", NORMS[1], "mlp"]),
+    "opt": (
+        {"ffn_dim": 64, "word_embed_proj_dim": 32},
+        ["norm self_attn_layer_norm", "attention", "norm final_layer_norm", "mlp fc1", "mlp fc2"],
+    ),
+    "phi": ({}, [NORMS[0], "attention", "mlp"]),
+    "cohere": ({"logit_scale": 0.25}, [NORMS[0], "attention", "mlp"]),
+    "granite": ({"logits_scaling": 4.0}, [NORMS[0], "attention", NORMS[1], "mlp"]),
+    "qwen3_next": (DELTA, [NORMS[0], "attention", NORMS[1], "mlp"]),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"]},
+        ["norm operator_norm", "attention", "norm ffn_norm", "mlp"],
+    ),
+}
+PAD = len(PROMPT_L) - len(PROMPT_S)
+PADDED = {
+    "input_ids": torch.tensor([[0] * PAD + list(PROMPT_S), PROMPT_L]),
+    "attention_mask": torch.tensor([[0] * PAD + [1] * len(PROMPT_S), [1] * len(PROMPT_L)]),
+}
+
+
+def build(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family][0]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def rounded(network):
+    """A copy whose weights, but not its arithmetic, were rounded to bf16."""
+    return copy.deepcopy(network).bfloat16().float()
+
+
+def outputs_by_hooks(network, inputs):
+    """Module -> its output, kept by plain hooks; and the logits without pads."""
+    kept, mask = {}, inputs["attention_mask"].bool()
+
+    def keep(module, args, output):
+        out = output[0] if isinstance(output, tuple) else output
+        kept[module] = out.clone() if isinstance(out, torch.Tensor) else out  # Falcon adds in place
+
+    handles = [module.register_forward_hook(keep) for module in network.modules()]
+    logits = forward(network, inputs)[mask]
+    for handle in handles:
+        handle.remove()
+    return kept, logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_of_every_family_agree_with_numpy(family):
+    """Padded batch: names, order, figures and pads; the logits are the model's real ones."""
+    reference = build(family)
+    candidate = rounded(reference)
+    drift = compare_layers(reference, candidate, **PADDED, modules=True)
+    frame, parts = drift.frame, FAMILIES[family][1]
+    expected = ["residual", *2 * [*parts, "residual"], "norm final", "logits"]
+    assert frame["module"].tolist() == expected and not drift.notes
+    assert frame["layer"].tolist() == [0, *[1] * (len(parts) + 1), *[2] * (len(parts) + 1), 3, 3]
+    assert (frame["n_positions"] == int(PADDED["attention_mask"].sum())).all()
+    inputs = model_inputs(*PADDED.values())
+    sides = [outputs_by_hooks(network, inputs) for network in (reference, candidate)]
+    places = [parts_of(network) for network in (reference, candidate)]
+    mask = PADDED["attention_mask"].bool()
+    for row in frame.to_dict("records"):
+        place = row["layer"], row["module"]
+        if place in places[0]:
+            x, y = (
+                kept[found[place]].reshape(*mask.shape, -1)[mask].double().numpy()
+                for (kept, _), found in zip(sides, places, strict=True)
+            )
+            assert row["rms_difference"] == pytest.approx(np.sqrt(np.mean((y - x) ** 2)), rel=1e-9)
+            assert row["rms_reference"] == pytest.approx(np.sqrt(np.mean(x**2)), rel=1e-9)
+    assert torch.equal(drift.reference_logits, sides[0][1])
+    assert torch.equal(drift.candidate_logits, sides[1][1])
+    plain = compare_layers(reference, candidate, **PADDED).frame
+    stream = frame[frame["module"].isin(["residual", "logits"])].reset_index(drop=True)
+    assert plain.equals(stream)  # looking at the parts changes no other figure
+    for network in (reference, candidate):
+        assert observer_effect(network, **PADDED, modules=True) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_a_head_alone_is_not_the_logits(family):
+    """The mutant: soft cap or scale left out."""
+    network = build(family)
+    drift = compare_layers(network, network, **PADDED, modules=True)
+    norm = parts_of(network)[3, "norm final"]
+    kept = []
+    handle = norm.register_forward_hook(lambda module, args, output: kept.append(output))
+    forward(network, model_inputs(*PADDED.values()))
+    handle.remove()
+    head = network.get_output_embeddings()(kept[0])[PADDED["attention_mask"].bool()]
+    assert not torch.allclose(head, drift.reference_logits, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    "path, part",
+    [
+        ("mlp.down_proj", "mlp"),
+        ("self_attn.o_proj", "attention"),
+        ("input_layernorm", "norm input_layernorm"),
+        ("post_attention_layernorm", "norm post_attention_layernorm"),
+    ],
+)
+def test_a_fault_is_placed_in_its_own_part(path, part):
+    candidate = build_t0()
+    with torch.no_grad():
+        decoder_layers(candidate)[1].get_submodule(path).weight.mul_(1.01)
+    drift = compare_layers(build_t0(), candidate, IDS, modules=True)
+    assert drift.first_place == (2, part) and drift.first_difference == 2
+    assert f"first difference after layer 2 of 3 ({part}), " in str(drift)
+
+
+def test_a_nan_is_placed_in_its_own_part():
+    candidate = build_t0()
+    with torch.no_grad():
+        decoder_layers(candidate)[1].mlp.down_proj.weight[5, 0] = math.nan
+    drift = compare_layers(build_t0(), candidate, IDS, modules=True)
+    assert next(iter(drift.nonfinite)) == (2, "mlp") and drift.nonfinite[2, "mlp"].first == (0, 5)
+
+
+def test_unknown_names_fall_back_to_generic_blocks():
+    def wrapped():
+        network = build_t0()
+        for i, layer in enumerate(list(decoder_layers(network))):
+            decoder_layers(network)[i] = Poison(layer, 0)
+        return network
+
+    drift = compare_layers(wrapped(), wrapped(), IDS, modules=True)
+    assert "block block" in set(drift.frame["module"])
+    assert "generic blocks, told by no known name: block block" in str(drift)
+    mixed = compare_layers(build_t0(), wrapped(), IDS, modules=True)
+    assert set(mixed.frame["module"]) == {"residual", "norm final", "logits"}
+    assert "12 parts not compared, first attention of layer 1: not run by both" in str(mixed)
+    assert compare_layers(build_t0(), wrapped(), IDS).notes == ()
+
+
+def test_a_part_of_another_size_is_passed_over():
+    """Pruned MLP channels: OPT's first matrix has fewer rows, everything else is compared."""
+    reference = build("opt")
+    pruned = copy.deepcopy(reference)
+    for block in decoder_layers(pruned):
+        block.fc1.weight = torch.nn.Parameter(block.fc1.weight[:48])
+        block.fc1.bias = torch.nn.Parameter(block.fc1.bias[:48])
+        block.fc2.weight = torch.nn.Parameter(block.fc2.weight[:, :48])
+    drift = compare_layers(reference, pruned, **PADDED, modules=True)
+    assert drift.first_place == (1, "mlp fc2")
+    assert drift.notes[0].startswith("2 parts not compared, first mlp fc1 of layer 1")
+
+
+class Int8Linear(torch.nn.Module):
+    """What quantisers put in a Linear's place: packed weights, no parameter of its own."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("packed", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.packed * self.scale)
+
+
+def quantised():
+    network = build_t0()
+    for block in decoder_layers(network):
+        for parent in (block.self_attn, block.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(parent, name, Int8Linear(child))
+    return network
+
+
+def quantised_by_quanto():
+    from optimum.quanto import freeze, qint8, quantize
+
+    network = build_t0()
+    quantize(network, weights=qint8, exclude="lm_head")
+    freeze(network)
+    return network
+
+
+def pruned():
+    network = build_t0()
+    with torch.no_grad():
+        for block in decoder_layers(network):
+            weight = block.mlp.down_proj.weight
+            weight[weight.abs() < weight.abs().median()] = 0
+    return network
+
+
+def compiled_by_parts():
+    network = build_t0()
+    for block in decoder_layers(network):
+        block.mlp.forward = torch.compile(block.mlp.forward, backend="eager")
+    return network
+
+
+SUBJECTS = {
+    "cast": lambda: build_t0(torch.bfloat16),
+    "quantised": quantised,
+    "quantised by quanto": quantised_by_quanto,
+    "pruned": pruned,
+    "compiled by parts": compiled_by_parts,
+}
+
+
+@pytest.mark.parametrize("modules", [False, True])
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_capture_moves_nothing_in_any_subject(subject, modules):
+    network = SUBJECTS[subject]()
+    plain = forward(network, model_inputs(*PADDED.values()))[PADDED["attention_mask"].bool()]
+    drift = compare_layers(build_t0(), network, **PADDED, modules=modules)
+    assert torch.equal(drift.candidate_logits, plain)
+    assert observer_effect(network, **PADDED, modules=modules) == 0
+    assert drift.first_difference == (
+        None if subject.startswith("compiled") else 1 - (subject == "cast")
+    )
+    if modules:
+        parts = {"attention", "mlp", *NORMS, "residual", "norm final", "logits"}
+        assert set(drift.frame["module"]) == parts
+
+
+def test_regional_compilation_is_labelled_with_its_observer_effect():
+    drift = compare_layers(build_t0(), compiled_by_parts(), IDS, modules=True)
+    assert drift.notes == (
+        "`candidate` runs 3 compiled modules (first model.layers.0.mlp): another program than the "
+        "whole model compiled as one; observer effect 0",
+    )
+    blocks = build_t0()
+    for block in decoder_layers(blocks):
+        block.forward = torch.compile(block.forward, backend="eager")
+    forward(blocks, model_inputs(IDS, None))  # compiled before any hook was there
+    drift = compare_layers(build_t0(), blocks, IDS, modules=True)
+    assert drift.frame["module"].tolist() == ["residual"] * 4 + ["norm final", "logits"]
+    assert "12 parts not compared, first attention of layer 1" in drift.notes[0]
+    assert "runs 3 compiled modules (first model.layers.0)" in drift.notes[1]
+
+
+def test_dropped_layers_keep_their_parts():
+    full, short = build_t0(), build_t0()
+    del decoder_layers(short)[1]
+    short.config.num_hidden_layers = 2
+    frame = compare_layers(full, short, IDS, layer_map={1: 1, 2: 3}, modules=True).frame
+    assert frame["layer"].tolist() == [0, *[1] * 5, *[3] * 5, 4, 4]
+    assert (frame["rms_difference"][frame["layer"] < 3] == 0).all()
+
+
+def test_parts_in_another_order_are_matched_or_passed_over():
+    """A candidate that runs its MLP first: nothing hangs, and what was missed is said."""
+    network = build("phi")
+    other = copy.deepcopy(network)
+    for block in decoder_layers(other):
+
+        def forward_of(hidden_states, block=block, **kwargs):
+            x = block.input_layernorm(hidden_states)
+            fed = block.mlp(x)
+            return block.self_attn(hidden_states=x, **kwargs)[0] + fed + hidden_states
+
+        block.forward = forward_of
+    drift = compare_layers(network, other, **PADDED, modules=True)
+    assert drift.frame["module"].tolist().count("residual") == 3
+    assert drift.frame["relative_rms"].max() < 1e-6
+    assert "parts not compared" in drift.notes[0]
+
+
+def test_ids_of_another_tokenizer_are_named():
+    with pytest.raises(
+        ValueError, match=r"must lie in 0 to 96, the vocabulary of .*; got up to 97"
+    ):
+        compare_layers(build_t0(), build_t0(), torch.tensor([[1, 97]]))
+
+
+@pytest.mark.smollm2
+def test_parts_of_smollm2_move_nothing(smollm2):
+    ids = torch.arange(100, 116)[None]
+    plain = forward(smollm2.network, model_inputs(ids, None))[0]
+    drift = compare_layers(smollm2, smollm2, ids, modules=True)
+    assert torch.equal(drift.reference_logits, plain) and torch.equal(drift.candidate_logits, plain)
+    assert drift.first_difference is None and len(drift.frame) == 1 + 30 * 5 + 2
