@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossless_lab.numerical import referee as room
 from lossless_lab.numerical.capture import forward, model_inputs, observer_effect
@@ -216,6 +217,30 @@ def test_the_head_in_pieces_gives_the_same_logits(make, rows, monkeypatch):
     assert torch.equal(plain(exact), whole)  # and it is whole again
 
 
+class Sizes(TorchDispatchMode):
+    """Keeps the largest number of float64 logits in one tensor."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            logits = out.shape[-1:] == (97,) and out.shape != (64, 97)  # the head's own weights
+            self.largest = max(self.largest, out.numel() * logits)
+        return out
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_logits_in_float64_come_in_small_pieces(rows, monkeypatch):
+    monkeypatch.setattr("lossless_lab.numerical.float64._CHUNK", 97 * rows)
+    network, ids = build_t0(), prompts(3)
+    whole = against_referee(network, network, ids, truth=network).to_frame()
+    with Sizes() as sizes:
+        frame = against_referee(network, network, ids, truth=referee(network)).to_frame()
+    assert sizes.largest == 97 * min(rows, 12)  # the mutant: a head that takes a row at once
+    pd.testing.assert_frame_equal(frame, whole, rtol=1e-6)
+
+
 def test_pads_are_left_out():
     pad = len(PROMPT_L) - len(PROMPT_S)
     ids = torch.tensor([[0] * pad + list(PROMPT_S), PROMPT_L])
@@ -306,7 +331,7 @@ def simulated(rng, n_rows, ratio=1.0):
 def test_false_alarms_and_power_of_the_paired_test(monkeypatch):
     """Equal sides get an interval off 1 in 5 % of runs; positions as units are far worse."""
     rng = np.random.default_rng(0)
-    n = 600
+    n = 400
     found = [room._judged(simulated(rng, room.MIN_ROWS)) for _ in range(n)]
     alarms = sum(not low <= 1 <= high for low, high in (f.confidence_interval for f in found))
     assert stats.binomtest(alarms, n).proportion_ci(0.998).low < 0.05
@@ -316,7 +341,7 @@ def test_false_alarms_and_power_of_the_paired_test(monkeypatch):
     many = [room._judged(simulated(rng, 200)).word for _ in range(100)]
     assert many.count("equally far") > 90  # an answer that is not always "undecided"
     monkeypatch.setattr(room, "MIN_ROWS", 99)  # the mutant: tokens of one prompt as independent
-    naive = [room._judged(simulated(rng, 8)).confidence_interval for _ in range(300)]
+    naive = [room._judged(simulated(rng, 8)).confidence_interval for _ in range(200)]
     assert np.mean([not low <= 1 <= high for low, high in naive]) > 0.1
 
 

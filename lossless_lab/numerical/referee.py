@@ -19,7 +19,7 @@ from .noise import centred_rms
 __all__ = ["Refereed", "against_referee", "narrow_operations", "referee"]
 
 MIN_ROWS = 8  # fewer rows make no sample: positions are the units then
-MARGIN = 1.25  # ratios of errors within 1/MARGIN to MARGIN count as equally far
+MARGIN = 1.25  # equally far within 1/MARGIN to MARGIN: equivalent twins lie between .87 and 1.06
 _SIDES = ("reference", "candidate")
 
 
