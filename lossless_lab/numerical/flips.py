@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -81,61 +82,68 @@ class FlipRisk(Result):
         )
 
 
-def top_two(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of the two largest logits and their difference, per position.
+class TopTwo(NamedTuple):
+    """The greedy token and its best rival, per position.
+
+    Parameters
+    ----------
+    ids : [positions, 2] int64; the first is the argmax, the lowest id at a tie
+    margin : [positions] float64, difference of their logits; 0 at an exact tie
+    """
+
+    ids: np.ndarray
+    margin: np.ndarray
+
+    def change(self, logits: torch.Tensor) -> np.ndarray:
+        """What another run adds to the margin: (l[first] − l[second]) − margin, [positions]."""
+        ids = torch.as_tensor(self.ids, device=logits.device)
+        both = logits.gather(-1, ids).double().cpu().numpy()
+        return both[:, 0] - both[:, 1] - self.margin
+
+    def flipped(self, change: np.ndarray) -> np.ndarray:
+        """Whether the rival wins after `change`; at a tie the lower id does, as argmax has it."""
+        return (change < -self.margin) | ((change == -self.margin) & self._rival_wins_ties)
+
+    @property
+    def _rival_wins_ties(self) -> np.ndarray:
+        return self.ids[:, 1] < self.ids[:, 0]
+
+
+def top_two(logits: torch.Tensor) -> TopTwo:
+    """The two largest logits of each position.
 
     Parameters
     ----------
     logits : [positions, vocab_size]
 
-    Returns
-    -------
-    ids [positions, 2] int64; margin [positions] float64, in logits, 0 at an exact tie
-
     Examples
     --------
-    >>> ids, margin = top_two(torch.tensor([[1.0, 4.0, 3.5]]))
-    >>> ids.tolist(), margin.tolist()
+    >>> found = top_two(torch.tensor([[1.0, 4.0, 3.5]]))
+    >>> found.ids.tolist(), found.margin.tolist()
     ([[1, 2]], [0.5])
-    """
-    values, ids = logits.topk(2, dim=-1)
-    return ids, (values[:, 0].double() - values[:, 1].double())
-
-
-def top_two_change(
-    ids: torch.Tensor, margin: torch.Tensor, variant_logits: torch.Tensor
-) -> np.ndarray:
-    """Change of the top-2 difference in a variant: (l[first] − l[second]) − margin.
-
-    Parameters
-    ----------
-    ids, margin : of the reference, as from `top_two`
-    variant_logits : [positions, vocab_size] along the same ids
-
-    Examples
-    --------
-    >>> ids, margin = top_two(torch.tensor([[1.0, 4.0, 3.5]]))
-    >>> top_two_change(ids, margin, torch.tensor([[1.0, 3.9, 3.6]])).round(3).tolist()
+    >>> found.change(torch.tensor([[1.0, 3.9, 3.6]])).round(3).tolist()
     [-0.2]
     """
-    both = variant_logits.gather(-1, ids.to(variant_logits.device)).double().cpu()
-    return (both[:, 0] - both[:, 1] - margin.cpu()).numpy()
+    values, ids = logits.topk(2, dim=-1)
+    first = logits.argmax(-1, keepdim=True)
+    second = torch.where(ids[:, :1] == first, ids[:, 1:], ids[:, :1])
+    values = values.double().cpu().numpy()
+    return TopTwo(torch.cat([first, second], 1).cpu().numpy(), values[:, 0] - values[:, 1])
 
 
 def flip_risk(
-    margins: Mapping[str, np.ndarray], changes: Sequence[Mapping[str, np.ndarray]]
+    reference: Mapping[str, TopTwo], changes: Sequence[Mapping[str, np.ndarray]]
 ) -> FlipRisk:
-    """P(flip) = P(noise < −margin) + ½ P(noise = −margin), over all changes that variants showed.
+    """P(flip) = P(noise < −margin), over all changes that harmless variants showed.
 
     The noise is the empirical one, pooled over positions: its tails are heavier than a Gaussian's
-    of the same variance, which would promise too few flips. A change that makes an exact tie is
-    counted half, since the order of ids decides there. At an exact tie of the reference itself
-    the same rule holds.
+    of the same variance, which would promise too few flips. A change that makes an exact tie is a
+    flip where the rival has the lower id.
 
     Parameters
     ----------
-    margins : prompt id -> [positions], the reference's top-2 differences, in logits
-    changes : one mapping per harmless variant, prompt id -> [positions], from `top_two_change`;
+    reference : prompt id -> the reference's two best tokens
+    changes : one mapping per harmless variant, prompt id -> [positions], from `TopTwo.change`;
         none of them may be the candidate that is judged.
 
     Raises
@@ -145,34 +153,41 @@ def flip_risk(
 
     Examples
     --------
-    >>> risk = flip_risk({"p": np.array([0.5, 9.0])}, [{"p": np.array([-1.0, 0.0])}])
-    >>> risk.frame["flip_probability"].tolist()
+    >>> reference = {"p": TopTwo(np.array([[1, 2], [1, 2]]), np.array([0.5, 9.0]))}
+    >>> flip_risk(reference, [{"p": np.array([-1.0, 0.0])}]).frame["flip_probability"].tolist()
     [0.5, 0.0]
     """
     if not changes:
         raise ValueError("`changes` must hold at least one harmless variant; got none")
-    noise = np.concatenate([_checked(margins, given) for given in changes])
-    sorted_noise = np.sort(noise)
-    rows = []
-    for prompt_id, margin in margins.items():
-        below = np.searchsorted(sorted_noise, -margin, side="left")
-        upto = np.searchsorted(sorted_noise, -margin, side="right")
-        probability = (below + upto) / (2 * len(noise))
-        for position, values in enumerate(zip(margin, probability, strict=True)):
-            rows.append((prompt_id, position, float(values[0]), float(values[1])))
-    frame = pd.DataFrame(rows, columns=["prompt_id", "position", "margin", "flip_probability"])
-    frame.insert(3, "tie", frame["margin"] == 0)
+    noise = np.sort(np.concatenate([_checked(reference, given) for given in changes]))
+    frames = []
+    for prompt_id, top in reference.items():
+        below = np.searchsorted(noise, -top.margin, side="left")
+        upto = np.searchsorted(noise, -top.margin, side="right")
+        flips = np.where(top._rival_wins_ties, upto, below) / len(noise)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "prompt_id": prompt_id,
+                    "position": range(len(flips)),
+                    "margin": top.margin,
+                    "tie": top.margin == 0,
+                    "flip_probability": flips,
+                }
+            )
+        )
+    frame = pd.concat(frames, ignore_index=True)
     return FlipRisk(frame=frame, noise=noise, n_variants=len(changes))
 
 
-def _checked(margins: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray]) -> np.ndarray:
-    for prompt_id, margin in margins.items():
-        if prompt_id not in given or len(given[prompt_id]) != len(margin):
+def _checked(reference: Mapping[str, TopTwo], given: Mapping[str, np.ndarray]) -> np.ndarray:
+    for prompt_id, top in reference.items():
+        if prompt_id not in given or len(given[prompt_id]) != len(top.margin):
             raise ValueError(
-                f"`changes` must hold {len(margin)} positions of prompt {prompt_id!r}; got "
+                f"`changes` must hold {len(top.margin)} positions of prompt {prompt_id!r}; got "
                 f"{len(given.get(prompt_id, ()))}"
             )
-    values = np.concatenate([np.asarray(given[name], dtype=float) for name in margins])
+    values = np.concatenate([np.asarray(given[name], dtype=float) for name in reference])
     if not np.isfinite(values).all():
         raise ValueError(f"`changes` must be finite; {int((~np.isfinite(values)).sum())} are not")
     return values
