@@ -223,13 +223,13 @@ def test_a_nan_at_a_pad_is_no_finding_and_elsewhere_it_is_located():
 def test_hooks_of_compiled_code_are_said_never_to_fire():
     network = build_t0()
     network.forward = torch.compile(network.forward, backend="eager")
-    with torch.no_grad():
-        network(input_ids=IDS, position_ids=torch.arange(9)[None], use_cache=False)
     for pair, side in (((build_t0(), network), "candidate"), ((network, build_t0()), "reference")):
         with pytest.raises(HooksNeverFired, match=f"`{side}`: hooks never fired on 3 of 3 layers"):
             compare_layers(*pair, IDS)
     with pytest.raises(HooksNeverFired, match="never fired"):
         observer_effect(network, IDS)
+    with pytest.raises(HooksNeverFired, match="`candidate`"):
+        compare_layers(build_t0(), torch.compile(build_t0(), backend="eager"), IDS)
     assert threading.active_count() < 20 and not any(
         layer._forward_hooks for layer in decoder_layers(network)
     )
@@ -602,11 +602,36 @@ def test_regional_compilation_is_labelled_with_its_observer_effect():
     blocks = build_t0()
     for block in decoder_layers(blocks):
         block.forward = torch.compile(block.forward, backend="eager")
-    forward(blocks, model_inputs(IDS, None))  # compiled before any hook was there
     drift = compare_layers(build_t0(), blocks, IDS, modules=True)
     assert drift.frame["module"].tolist() == ["residual"] * 4 + ["norm final", "logits"]
     assert "12 parts not compared, first attention of layer 1" in drift.notes[0]
     assert "runs 3 compiled modules (first model.layers.0)" in drift.notes[1]
+
+
+@pytest.mark.slow
+def test_inductor_by_parts_is_seen_without_being_moved():
+    """bf16, where fused code keeps what eager code rounds: a drift that starts in the first MLP."""
+    eager, compiled = build_t0(torch.bfloat16), build_t0(torch.bfloat16)
+    for block in decoder_layers(compiled):
+        block.mlp.forward = torch.compile(block.mlp.forward)
+    drift = compare_layers(eager, compiled, **PADDED, modules=True)
+    assert drift.notes[0].endswith("observer effect 0")
+    assert drift.first_place == (1, "mlp")
+    assert observer_effect(compiled, **PADDED, modules=True) == 0
+
+
+def test_an_observer_effect_is_printed():
+    """The mutant: compiled code that does something else when it is watched."""
+    network = compiled_by_parts()
+    block = decoder_layers(network)[1]
+    block.register_forward_hook(
+        lambda module, args, output: output + torch.arange(64.0) * (len(module._forward_hooks) > 1)
+    )
+    drift = compare_layers(build_t0(), network, IDS)
+    effect = float(drift.notes[0].rpartition(" ")[2])
+    plain = forward(network, model_inputs(IDS, None))[0]
+    assert effect == pytest.approx(float((drift.candidate_logits - plain).abs().max()), rel=1e-2)
+    assert effect > 0.1
 
 
 def test_dropped_layers_keep_their_parts():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
-from torch import nn
 
 from ..results import Result
-from .capture import Inputs, capture, forward, kept, model_inputs
+from .capture import model_inputs
 from .local import local_error as local_error
 from .noise import centred_rms
 from .parts import decoder_layers
+from .replay import Run, record, swapped
 
 _ALPHA = 0.05
 
@@ -76,6 +76,8 @@ class Attribution(Result):
             text += "; what changed lies outside the layers" if self.whole else ""
         elif not math.isfinite(self.whole):
             text = "no ranking: logits are not finite; `compare_layers` says where that starts"
+        elif self.ranking is None and 1 / math.factorial(len(_changed(self.frame))) > _ALPHA:
+            text = f"no ranking: too few layers change to tell agreement from chance ({views})"
         elif self.ranking is None:
             text = f"no ranking: the two views disagree ({views})"
         elif len(self.ranking) == 1:
@@ -131,9 +133,7 @@ def attribution(
     """
     networks = [getattr(m, "network", m) for m in (reference, candidate)]
     inputs = model_inputs(input_ids, attention_mask)
-    runs = [
-        _record(m, inputs, n) for m, n in zip(networks, ("reference", "candidate"), strict=True)
-    ]
+    runs = [record(m, inputs, n) for m, n in zip(networks, ("reference", "candidate"), strict=True)]
     _require_swappable(*runs)
     (base, end), layers = (run.logits for run in runs), [decoder_layers(m) for m in networks]
     whole, effects, remainders = _rms(base, end), [], []
@@ -141,7 +141,7 @@ def attribution(
         rest = (end - base).float() if end.itemsize < 4 else end - base
         effects.append([])
         for i, other in enumerate(layers[1 - side]):
-            logits = _swapped(networks[side], inputs, runs[side].outputs, i, other)
+            logits = swapped(networks[side], inputs, runs[side].outputs, i, other)
             effects[side].append(_rms(base, logits) if side == 0 else whole - _rms(base, logits))
             rest -= logits - base if side == 0 else end - logits
         remainders.append(_rms(torch.zeros(()).to(rest).expand_as(rest), rest))
@@ -165,66 +165,7 @@ def attribution(
     )
 
 
-class _Run(NamedTuple):
-    """One plain pass: what every layer returned, and the logits [positions, vocab_size]."""
-
-    outputs: list[Any]
-    logits: torch.Tensor
-
-
-def _record(network: nn.Module, inputs: Inputs, name: str) -> _Run:
-    outputs: list[Any] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
-        for layer in decoder_layers(network)
-    ]
-    try:
-        with capture(network, lambda place, stream: None, name=name):
-            logits = forward(network, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    logits = kept(logits, inputs)
-    again = _swapped(network, inputs, outputs, len(outputs) - 1, decoder_layers(network)[-1])
-    if not torch.allclose(again, logits, rtol=0, atol=0, equal_nan=True):
-        raise RuntimeError(
-            f"`{name}` gives other logits when its stored streams are replayed: what passes "
-            "between its layers is more than their outputs, so they cannot be swapped one by one"
-        )
-    return _Run(outputs, logits)
-
-
-class _Replay(nn.Module):
-    """Stands where a layer stood, with its attributes, and returns what it returned."""
-
-    def __init__(self, layer: nn.Module, output: Any) -> None:
-        super().__init__()
-        self.__dict__.update(layer=layer, output=output)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
-
-
-def _swapped(
-    network: nn.Module, inputs: Inputs, outputs: list[Any], i: int, layer: nn.Module
-) -> torch.Tensor:
-    """Logits with another layer i (from 0); the layers before it are replayed, not run."""
-    layers = decoder_layers(network)
-    own = list(layers)
-    try:
-        for j in range(i):
-            layers[j] = _Replay(own[j], outputs[j])
-        layers[i] = layer
-        return kept(forward(network, inputs), inputs)
-    finally:
-        for j in range(i + 1):
-            layers[j] = own[j]
-
-
-def _require_swappable(reference: _Run, candidate: _Run) -> None:
+def _require_swappable(reference: Run, candidate: Run) -> None:
     """Same layers, sizes and vocabulary, and not another dtype throughout."""
     streams = [[o if isinstance(o, torch.Tensor) else o[0] for o in run.outputs]
                for run in (reference, candidate)]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..results import Result
-from .capture import Inputs, kept, lockstep, model_inputs, observer_effect
+from .capture import forward, kept, lockstep, model_inputs
 from .nonfinite import Nonfinite, count_nonfinite
 from .parts import Place, compiled_parts, decoder_layers, paired_layers, parts_of
 from .tensors import error_sums
@@ -158,9 +158,14 @@ def compare_layers(
         if module == "logits":
             ends.extend((x, y))
 
+    plain = [forward(m, inputs) if compiled_parts(m) else None for m in networks]  # before hooks
     lockstep(*networks, inputs, pairs | parts, compare)
     notes = list(_part_notes(networks[0], parts, missed)) if modules else []
-    notes += _compiled_notes(networks, inputs, modules)
+    for side, network, without, logits in zip(
+        ("reference", "candidate"), networks, plain, ends, strict=True
+    ):
+        if without is not None:
+            notes.append(_compiled_note(side, network, kept(without, inputs), logits))
     return LayerDrift(
         frame=pd.DataFrame(rows),
         n_layers=n_layers,
@@ -198,17 +203,13 @@ def _part_notes(
         )
 
 
-def _compiled_notes(networks: list[nn.Module], inputs: Inputs, modules: bool) -> Iterator[str]:
-    """Compiled by parts is another program; what capture does to it is measured."""
-    for side, network in zip(("reference", "candidate"), networks, strict=True):
-        compiled = compiled_parts(network)
-        if compiled:
-            effect = observer_effect(
-                network, inputs["input_ids"], attention_mask=inputs.get("attention_mask"),
-                modules=modules,
-            )  # fmt: skip
-            first = compiled[0] or "the whole network"
-            yield (
-                f"`{side}` runs {len(compiled)} compiled modules (first {first}): another program "
-                f"than the whole model compiled as one; observer effect {effect:.3g}"
-            )
+def _compiled_note(
+    side: str, network: nn.Module, without: torch.Tensor, watched: torch.Tensor
+) -> str:
+    """Compiled by parts is another program; what capture did to its logits stands beside it."""
+    compiled = compiled_parts(network)
+    return (
+        f"`{side}` runs {len(compiled)} compiled modules (first {compiled[0] or 'the network'}): "
+        "another program than the whole model compiled as one; observer effect "
+        f"{error_sums(without, watched).largest:.3g}"
+    )

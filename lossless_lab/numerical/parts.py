@@ -105,7 +105,7 @@ def compiled_parts(network: nn.Module) -> list[str]:
         name.removesuffix("_orig_mod").rstrip(".")
         for name, module in network.named_modules()
         if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or module.__dict__.get("_compiled_call_impl") is not None
         or name.endswith("_orig_mod")
     ]
 
