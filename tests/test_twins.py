@@ -12,7 +12,7 @@ from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 from lossless_lab.numerical import twins as room
 from lossless_lab.numerical.capture import forward, model_inputs
 from lossless_lab.numerical.noise import centred_rms
-from lossless_lab.numerical.twins import KINDS, is_equivalent, rescaled_twin, twin
+from lossless_lab.numerical.twins import KINDS, distance_in_float64, rescaled_twin, twin
 
 IDS = torch.tensor([PROMPT_L])
 UNKNOWN = ("Falcon", "Bloom")  # other names, other fused layouts, and ALiBi tied to heads
@@ -35,7 +35,7 @@ def test_a_twin_is_the_same_function(architecture):
     network = build(architecture)
     for kinds in (KINDS, *((kind,) for kind in KINDS)):
         other = twin(network, seed=1, kinds=kinds)
-        assert is_equivalent(network, other, IDS) <= 1e-12, kinds
+        assert distance_in_float64(network, other, IDS) <= 1e-12, kinds
         assert changed(network, other), kinds
         # the same numbers in other places, nothing rounded
         for x, y in zip(network.parameters(), other.parameters(), strict=True):
@@ -64,9 +64,9 @@ def test_the_pair_and_batches_with_pads(tiny_target, tiny_draft):
     mask = torch.tensor([[0] * pad + [1] * len(PROMPT_S), [1] * len(PROMPT_L)])
     for model in (tiny_target, tiny_draft, build_t0(), build_g0()):
         other = twin(model, seed=0)
-        assert is_equivalent(model, other, ids, attention_mask=mask) <= 1e-12
+        assert distance_in_float64(model, other, ids, attention_mask=mask) <= 1e-12
         again = twin(other, seed=1)
-        assert is_equivalent(model, again, ids) <= 1e-12
+        assert distance_in_float64(model, again, ids) <= 1e-12
         network = getattr(model, "network", model)
         assert torch.equal(plain(rescaled_twin(model, seed=0)), plain(network))
 
@@ -116,7 +116,7 @@ def test_a_wrong_twin_is_caught(fault, monkeypatch):
     leave_out(monkeypatch, *parts)
     kinds = ["kv_groups"] if "groups" in fault else KINDS
     network = build(architecture)
-    assert is_equivalent(network, twin(network, seed=1, kinds=kinds), IDS) > 1e-3
+    assert distance_in_float64(network, twin(network, seed=1, kinds=kinds), IDS) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_wrong_layout_is_caught(architecture, name, roles, monkeypatch):
     monkeypatch.setitem(room._WEIGHTS, name, roles)
     network = build(architecture)
     try:
-        distance = is_equivalent(network, twin(network, seed=1), IDS)
+        distance = distance_in_float64(network, twin(network, seed=1), IDS)
     except (ValueError, IndexError):
         return
     assert distance > 1e-3
@@ -142,7 +142,7 @@ def test_a_wrong_rescaling_is_caught(monkeypatch):
     network = build_t0()
     other = rescaled_twin(network, seed=1)
     assert not torch.equal(plain(other), plain(network))
-    assert is_equivalent(network, other, IDS) > 1e-3
+    assert distance_in_float64(network, other, IDS) > 1e-3
 
 
 @pytest.mark.parametrize("make", [twin, rescaled_twin])
@@ -252,4 +252,4 @@ def test_twins_on_smollm2_in_bfloat16(smollm2):
     found = quantiles(models.load("smollm2", dtype=torch.bfloat16), seq_len=64, n_twins=4)
     for name in ("eager", "cached", "split sums"):
         assert np.allclose(found["twins"], found[name], rtol=0.3), name
-    assert is_equivalent(smollm2, twin(smollm2, seed=0), torch.arange(100, 132)[None]) <= 1e-11
+    assert distance_in_float64(smollm2, twin(smollm2, seed=0), torch.arange(100, 132)[None]) <= 1e-11

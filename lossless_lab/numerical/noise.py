@@ -47,9 +47,14 @@ class NoiseFloor(Result):
         return max(self.level, self.ulp)
 
     @property
+    def n_distinct(self) -> int:
+        """Variants that differ from each other; two of the same largest value count once."""
+        return len(set(self.variants.values()))
+
+    @property
     def rate(self) -> float:
-        """1 / (m + 1): how often one more harmless variant would pass the level by chance."""
-        return 1 / (len(self.variants) + 1)
+        """1 / (m + 1), m distinct variants: how often one more of their kind passes by chance."""
+        return 1 / (self.n_distinct + 1)
 
     @property
     def deterministic(self) -> bool:
@@ -72,7 +77,8 @@ class NoiseFloor(Result):
         found = "deterministic here" if self.deterministic else f"logit RMS up to {self.level:.3g}"
         again = "not run" if self.self_difference is None else f"{self.self_difference:.3g}"
         return (
-            f"noise floor: {found} over {len(self.variants)} harmless variants (rate "
+            f"noise floor: {found} over {len(self.variants)} harmless variants, "
+            f"{self.n_distinct} of them distinct (rate "
             f"{self.rate:.3g}), A/A {again}, 1 ULP {self.ulp:.3g} in {self.dtype}, "
             f"unit {self.unit:.3g}"
         )

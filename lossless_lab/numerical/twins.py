@@ -72,7 +72,8 @@ def twin(model: Any, *, seed: int, kinds: Collection[str] = KINDS) -> nn.Module:
     ValueError
         For a weight that no rule covers, or of another size: the architecture is not known.
         Known are Llama, Mistral, Qwen2, Qwen3, Gemma to Gemma 3, Phi3, OLMo2, Mixtral, Qwen2-MoE,
-        GPT-2, GPT-NeoX, OPT and what names its weights as they do; check others by `is_equivalent`.
+        GPT-2, GPT-NeoX, OPT and what names its weights as they do; check others by
+        `distance_in_float64`.
 
     Examples
     --------
@@ -80,7 +81,7 @@ def twin(model: Any, *, seed: int, kinds: Collection[str] = KINDS) -> nn.Module:
     >>> sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     ...          "num_attention_heads": 2}
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    >>> is_equivalent(model, twin(model, seed=0), torch.tensor([[1, 5, 2]])) < 1e-12
+    >>> distance_in_float64(model, twin(model, seed=0), torch.tensor([[1, 5, 2]])) < 1e-12
     True
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
@@ -153,7 +154,7 @@ def rescaled_twin(model: Any, *, seed: int) -> nn.Module:
     return _rewritten(network, scaled)
 
 
-def is_equivalent(
+def distance_in_float64(
     model: Any,
     twin: Any,
     input_ids: torch.Tensor,

@@ -2,6 +2,10 @@
 
 from .base import Content, Panel
 from .compare import Comparisons, compare, comparison
+from .layer_difference import Layers, difference, layer_difference
 from .which_level_breaks import which_level_breaks
 
-__all__ = ["Comparisons", "Content", "Panel", "compare", "comparison", "which_level_breaks"]
+__all__ = [
+    "Comparisons", "Content", "Layers", "Panel", "compare", "comparison", "difference",
+    "layer_difference", "which_level_breaks",
+]  # fmt: skip

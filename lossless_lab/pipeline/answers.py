@@ -117,7 +117,7 @@ def within_floor(
         n=len(positions),
         not_shown=(
             f"a bias smaller than the floor; a harmless variant passes it at a rate of "
-            f"{floor.rate:.2g} ({len(floor.variants)} variants set it)"
+            f"{floor.rate:.2g} ({floor.n_distinct} distinct variants set it)"
         ),
     )
 

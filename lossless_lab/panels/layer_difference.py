@@ -1,0 +1,122 @@
+"""The panel of notebook 03: one module of one layer, its error in steps, and who is nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ipywidgets
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lossless_lab import plots
+from lossless_lab.numerical.tensors import tensor_difference
+from lossless_lab.numerical.ulps import ulp_histogram
+from lossless_lab.plots.artists import legend, logarithmic, mark
+
+from .base import Content, Panel
+
+
+class Layers(Protocol):
+    """What `layer_difference` is handed: see `pipeline.Inspection`, which keeps its answers."""
+
+    candidates: Mapping[str, Any]
+    rows: Mapping[str, Any]
+
+    def drift(self, candidate: str, prompt: str) -> pd.DataFrame:
+        """One row per layer and module, as from `compare_layers`, with `floor_relative_rms`."""
+
+    def tensors(self, candidate: str, prompt: str, layer: int, module: str) -> tuple[Any, Any]:
+        """Reference and candidate output [positions, size] of one module."""
+
+    def first_above(self, candidate: str, prompt: str) -> tuple[int, str] | None:
+        """(layer, module) where the drift first passes the noise."""
+
+    def refereed(self, candidate: str) -> Any:
+        """Which side is nearer to float64."""
+
+
+def layer_difference(source: Layers) -> Panel:
+    """Panel that chooses candidate (dtype or compilation), prompt, layer and module.
+
+    Raises
+    ------
+    ValueError
+        Where the source has no candidates.
+    """
+    if not source.candidates:
+        raise ValueError("`source` must have at least one candidate; it has none")
+    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
+    controls = {
+        "candidate": ipywidgets.Dropdown(
+            options=list(source.candidates), description="candidate", **wide
+        ),
+        "prompt": ipywidgets.Dropdown(options=list(source.rows), description="prompt", **wide),
+        "layer": ipywidgets.IntSlider(max=0, description="layer", continuous_update=False, **wide),
+        "module": ipywidgets.Dropdown(description="module", **wide),
+    }
+    return Panel(
+        controls=controls,
+        compute=lambda **state: difference(source, **state),
+        draw=_draw,
+        figure=Figure(figsize=(9.6, 3.9), dpi=100),
+        adapt=lambda controls: _adapt(source, controls),
+    )
+
+
+def difference(source: Layers, *, candidate: str, prompt: str, layer: int, module: str) -> Content:
+    """What the panel shows for one choice, without a panel."""
+    drift = source.drift(candidate, prompt)
+    pair = source.tensors(candidate, prompt, layer, module)
+    found = tensor_difference(*pair)
+    first = source.first_above(candidate, prompt)
+    starts = "stays within the noise band" if first is None else f"leaves it at layer {first[0]}"
+    starts += "" if first is None else f" ({first[1]})"
+    return Content(
+        text=f"layer {layer}, {module}: {found}\n"
+        f"The drift {starts}. Against float64 the candidate is {source.refereed(candidate)}",
+        frames={"drift": drift, "ulps": ulp_histogram(*pair)},
+        table=_values(found.to_frame()),
+    )
+
+
+def _values(frame: pd.DataFrame) -> pd.DataFrame:
+    names = {
+        "relative_rms": "relative RMS", "sqnr_db": "SQNR, dB", "cosine": "cosine",
+        "ulp_q50": "median steps", "ulp_q99": "99 % steps", "mean_error": "mean error",
+        "mean_error_pvalue": "p (mean error)", "answer": "noise or bias",
+    }  # fmt: skip
+    row = frame.iloc[0]
+    shown = {
+        title: f"{row[name]:.6g}" if name == "cosine" else
+        row[name] if name == "answer" else f"{row[name]:.3g}"
+        for name, title in names.items()
+    }  # fmt: skip
+    return pd.DataFrame([shown])
+
+
+def _adapt(source: Layers, controls: Mapping) -> None:
+    """Offer the modules that the chosen layer has."""
+    drift = source.drift(controls["candidate"].value, controls["prompt"].value)
+    controls["layer"].max = int(drift["layer"].max())
+    here = list(drift.loc[drift["layer"] == controls["layer"].value, "module"])
+    module = controls["module"]
+    if list(module.options) != here:
+        before = module.value
+        module.options = here
+        module.value = before if before in here else here[-1]
+
+
+def _draw(figure: Figure, content: Content, state: dict) -> None:
+    if not figure.axes:
+        figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
+        figure.subplots_adjust(left=0.09, right=0.985, bottom=0.19, top=0.9, wspace=0.28)
+    left, right = figure.axes
+    drift = content.frames["drift"]
+    plots.layer_drift(drift[drift["module"].isin(["residual", "logits"])], ax=left)
+    mark(left, state["layer"])
+    here = drift[(drift["layer"] == state["layer"]) & (drift["module"] == state["module"])]
+    look = {"marker": "D", "linestyle": "", "markerfacecolor": "none", "label": "chosen module"}
+    logarithmic(left, "chosen", here["layer"], here["relative_rms"], color="black", **look)
+    legend(left, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    plots.ulp_bars(content.frames["ulps"], ax=right)
