@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import numpy as np
 
+from lossless_lab.kv_cache.checks import checked, kinds_of
 from lossless_lab.kv_cache.configs import CannotEstimate
-from lossless_lab.kv_cache.formats import FORMATS, Format
+from lossless_lab.kv_cache.formats import FORMATS, Format, storage_format, storage_formats
 from lossless_lab.kv_cache.geometry import Geometry, Layer
 
 
@@ -64,11 +65,34 @@ class Allocator:
 
     name: ClassVar[str] = "stored"
     source: ClassVar[str] = "closed form"
+    formats: ClassVar[str] = ""  # that the engine can keep; "": any
     state_format: ClassVar[str | None] = "float32"  # of recurrent states; None: the cache's dtype
-    indexer_scales: ClassVar[bool] = False
+    sparse_fp8: ClassVar[bool] = False  # indexer keys, and fp8 latents beside them, carry scales
     version: str = ""
     key_dtype: str | None = None  # where a launch flag sets it
     value_dtype: str | None = None
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            value = checked(field.name, value, kinds_of(type(self))[field.name], f" ({self.name})")
+            object.__setattr__(self, field.name, value)
+
+    def formats_of(self, dtype) -> tuple[Format, Format]:
+        """K's and V's formats: what a launch flag says, else `dtype`; refused where unknown."""
+        key, value = storage_formats(dtype)
+        found = storage_format(self.key_dtype or key), storage_format(self.value_dtype or value)
+        for kept in found:
+            if self.formats and kept.name not in self.formats.split():
+                raise ValueError(
+                    f"`dtype` {kept.name} is no cache format of {self.name}, which has"
+                    f" {', '.join(self.formats.split())}"
+                )
+        return found
+
+    def with_draft(self, shape: Geometry, draft: Geometry | None) -> list[Geometry]:
+        """What is laid out together: the model, and the draft's cache on its own."""
+        return [shape, draft] if draft else [shape]
 
     def cells(self, layer: Layer, request: Request):
         """Token slots that one such layer reserves, over all sequences."""
@@ -95,17 +119,21 @@ class Allocator:
         """Heads, key width and value width as this engine lays them out."""
         return layer.n_kv_heads, layer.key_dim, layer.value_dim
 
-    def row_bytes(self, layer: Layer, request: Request, n_heads: int) -> int:
+    def row_bytes(self, layer: Layer, request: Request, geometry: Geometry) -> int:
         """Bytes of one token in one such layer on one GPU."""
         heads, key_dim, value_dim = self.widths(layer)
-        heads = shard(heads, request.tensor_parallel, n_heads, layer.kind)
+        heads = shard(heads, request.tensor_parallel, geometry.n_heads, layer.kind)
         key, value = request.key_format, request.value_format
-        if layer.kind == "indexer" and self.indexer_scales:
-            return layer.key_dim + layer.key_dim // 128 * 4  # fp8, a float32 scale per 128
-        if layer.kind == "latent" and heads == 1 and key.name == "fp8_ds_mla":
-            return layer.key_dim + layer.key_dim // 128 * 4 + 2 * layer.value_dim
+        scaled = layer.key_dim + layer.key_dim // 128 * 4  # fp8, a float32 scale per 128
+        sparse = self.sparse_fp8 and geometry.of_kind("indexer")
+        if layer.kind == "indexer" and sparse:
+            return scaled
         if layer.kind == "latent" and heads == 1:
+            if key.name == "fp8_ds_mla" or (sparse and key.name.startswith("fp8")):
+                return scaled + 2 * layer.value_dim  # rope stays in 16 bits
             value = key  # latent and rope are one vector, in one format
+        elif layer.kind != "indexer" and "fp8_ds_mla" in (key.name, value.name):
+            raise ValueError(f"`dtype` fp8_ds_mla is for MLA latents, not for {layer.kind} layers")
         return key.row_bytes(heads, key_dim) + value.row_bytes(heads, value_dim)
 
     def columns(self, kernel: int, layer: Layer) -> int:
@@ -139,7 +167,7 @@ class Allocator:
         if state:
             row, cells, needed = self.state_bytes(layer, request), request.n_sequences, 1
         else:
-            row = self.row_bytes(layer, request, geometry.n_heads)
+            row = self.row_bytes(layer, request, geometry)
             cells, needed = self.cells(layer, request), Allocator.tokens(self, layer, request)
         grows = not state and layer.kind != "cross"
         grows = grows and (layer.window is None or request.seq_len < layer.window)
@@ -163,12 +191,12 @@ def shard(kv_heads: int, tensor_parallel: int, n_heads: int, kind: str) -> int:
     >>> [shard(8, tp, 64, "full") for tp in (1, 4, 16)]
     [8, 2, 1]
     """
-    if tensor_parallel == 1 or kv_heads == 1:
-        return kv_heads  # MQA and MLA's latent are whole on every GPU
     if n_heads % tensor_parallel:
         raise ValueError(
             f"`tensor_parallel` {tensor_parallel} does not divide the {n_heads} attention heads"
         )
+    if kv_heads == 1:
+        return kv_heads  # MQA and MLA's latent are whole on every GPU
     if max(kv_heads, tensor_parallel) % min(kv_heads, tensor_parallel):
         raise ValueError(
             f"`tensor_parallel` {tensor_parallel} neither divides nor is a multiple of the"

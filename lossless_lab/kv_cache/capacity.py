@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from lossless_lab.kv_cache.allocators import Request
-from lossless_lab.kv_cache.configs import CannotEstimate, bundled
+from lossless_lab.kv_cache.checks import Count, Positive, Share, checks_options, counts
+from lossless_lab.kv_cache.configs import CannotEstimate, bundled, names
 from lossless_lab.kv_cache.engines import engine
-from lossless_lab.kv_cache.formats import storage_format, storage_formats
+from lossless_lab.kv_cache.formats import storage_format
 from lossless_lab.kv_cache.geometry import geometry
 from lossless_lab.kv_cache.sizing import binary, kv_cache_bytes
 from lossless_lab.results import Result
@@ -57,7 +58,8 @@ class Capacity(Result):
         )
 
 
-def weights_bytes(config, *, dtype="bfloat16", tensor_parallel: int = 1) -> int:
+@checks_options
+def weights_bytes(config, *, dtype="bfloat16", tensor_parallel: Positive = 1) -> int:
     """Bytes of a bundled model's weights on one GPU: parameters x bytes / GPUs.
 
     Examples
@@ -65,37 +67,39 @@ def weights_bytes(config, *, dtype="bfloat16", tensor_parallel: int = 1) -> int:
     >>> weights_bytes("llama-3.1-8b")   # 8,030,261,248 parameters x 2 B
     16060522496
     """
-    if not isinstance(config, str) or config not in bundled():
+    if config not in names():
         raise CannotEstimate("`weights` is needed: only a bundled name says how many parameters")
     elements = bundled()[config]["parameters"]
     return int(elements * storage_format(dtype).bits / 8 / tensor_parallel)
 
 
+@checks_options
 def activation_bytes(
-    config, *, batch_size: int, prefill_tokens: int = 2048, dtype="bfloat16"
+    config, *, batch_size: Positive, prefill_tokens: Positive = 2048, dtype="bfloat16"
 ) -> int:
     """A rough peak: 20 hidden vectors per prefilled token, and float32 logits per request.
 
     No config determines it, since it depends on the kernels. It stands in until it is measured;
     notebook 02 shows how far off it was on a CPU.
     """
-    shape = geometry(config)
-    hidden = 20 * prefill_tokens * shape.hidden_size * storage_format(dtype).bits / 8
-    return int(hidden) + 4 * batch_size * shape.vocab_size
+    model = geometry(config).outline
+    hidden = 20 * prefill_tokens * model.hidden_size * storage_format(dtype).bits / 8
+    return int(hidden) + 4 * batch_size * model.vocab_size
 
 
+@checks_options
 def capacity(
     config,
     *,
-    memory_bytes: int,
-    seq_len: int,
-    batch_size: int = 1,
-    weights: int | None = None,
+    memory_bytes: Positive,
+    seq_len: Positive,
+    batch_size: Positive = 1,
+    weights: Count | None = None,
     weights_dtype="bfloat16",
-    activations: int | None = None,
-    framework_bytes: int = 1 << 30,
-    utilization: float = 0.9,
-    tensor_parallel: int = 1,
+    activations: Count | None = None,
+    framework_bytes: Count = 1 << 30,
+    utilization: Share = 0.9,
+    tensor_parallel: Positive = 1,
     **cache,
 ) -> Capacity:
     """How much fits: memory x utilisation - weights - activations - framework >= cache.
@@ -123,8 +127,6 @@ def capacity(
     >>> room.max_seq_len   # 2^31 B / 46,080 B per token, in whole blocks of 128
     46592
     """
-    if not 0 < utilization <= 1:
-        raise ValueError(f"`utilization` must lie in (0, 1]; received {utilization!r}")
     if weights is None:
         weights = weights_bytes(config, dtype=weights_dtype, tensor_parallel=tensor_parallel)
     if activations is None:
@@ -189,6 +191,7 @@ _COLUMNS = (
 )
 
 
+@checks_options
 def sweep(
     configs,
     *,
@@ -196,8 +199,8 @@ def sweep(
     batch_sizes,
     dtypes,
     engine_name=None,
-    tensor_parallel: int = 1,
-    encoder_len: int | None = None,
+    tensor_parallel: Positive = 1,
+    encoder_len: Positive | None = None,
     **options,
 ) -> pd.DataFrame:
     """Cache bytes of every combination, as one frame: models x dtypes x lengths x batches.
@@ -216,15 +219,15 @@ def sweep(
     DataFrame
         model, dtype (categorical), seq_len, batch_size (int32), cache_bytes (int64).
     """
-    lengths = np.asarray(seq_lens, dtype=np.int64)[:, None]
-    batches = np.asarray(batch_sizes, dtype=np.int64)[None, :]
+    lengths = counts("seq_lens", seq_lens)[:, None]
+    batches = counts("batch_sizes", batch_sizes)[None, :]
     rules = engine(engine_name, **options)
-    names = [c if isinstance(c, str) else geometry(c).model_type for c in configs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"`configs` must have distinct names; received {', '.join(names)}")
-    formats = [storage_formats(dtype) for dtype in dtypes]
+    models = [c if isinstance(c, str) else geometry(c).model_type for c in configs]
+    if len(set(models)) < len(models):
+        raise ValueError(f"`configs` must have distinct names; received {', '.join(models)}")
+    formats = [rules.formats_of(dtype) for dtype in dtypes]
     cells = lengths.size * batches.size
-    total = np.zeros((len(names), len(formats), cells), dtype=np.int64)
+    total = np.zeros((len(models), len(formats), cells), dtype=np.int64)
     asked = Request(
         seq_len=lengths, n_sequences=batches, tensor_parallel=tensor_parallel,
         key_format=None, value_format=None,
@@ -233,14 +236,18 @@ def sweep(
         shape = geometry(config)
         for j, (key, value) in enumerate(formats):
             request = replace(asked, key_format=key, value_format=value)
-            request = replace(request, encoder_len=shape.encoder_len or encoder_len)
-            for part in rules.parts(shape, request):
+            request = replace(request, encoder_len=encoder_len or shape.outline.encoder_len)
+            (model,) = rules.with_draft(shape, None)
+            longest = replace(request, seq_len=max(seq_lens), n_sequences=max(batch_sizes))
+            if sum(part.bytes for part in rules.parts(model, longest)) >= 2**63:
+                raise ValueError(f"the cache of {models[i]} at the largest sizes exceeds int64")
+            for part in rules.parts(model, request):
                 total[i, j] += np.broadcast_to(part.bytes, (lengths.size, batches.size)).ravel()
-    blocks = len(names) * len(formats)
+    blocks = len(models) * len(formats)
     codes = np.repeat(np.arange(blocks, dtype=np.int32), cells)
     return pd.DataFrame(
         {
-            "model": pd.Categorical.from_codes(codes // len(formats), names),
+            "model": pd.Categorical.from_codes(codes // len(formats), models),
             "dtype": pd.Categorical.from_codes(codes % len(formats), [str(d) for d in dtypes]),
             "seq_len": np.tile(np.repeat(lengths.ravel().astype(np.int32), batches.size), blocks),
             "batch_size": np.tile(batches.ravel().astype(np.int32), blocks * lengths.size),

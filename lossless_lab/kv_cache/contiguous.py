@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
+from lossless_lab.kv_cache.checks import Count, Positive
 from lossless_lab.kv_cache.configs import CannotEstimate
 
 
@@ -16,17 +19,18 @@ class Transformers(Allocator):
 
     name: ClassVar[str] = "transformers"
     source: ClassVar[str] = "transformers 5.24 src/transformers/cache_utils.py"
-    cache: str = "dynamic"  # dynamic | static | quanto | hqq | fp8
-    max_cache_len: int | None = None  # static: tokens allocated; default seq_len
-    prefill_len: int | None = None  # quantised: tokens of the first forward; default seq_len
-    nbits: int = 4
-    group_size: int = 64
-    residual_length: int = 128
+    formats: ClassVar[str] = "float64 float32 float16 bfloat16"
+    cache: Literal["dynamic", "static", "quanto", "hqq", "fp8"] = "dynamic"
+    max_cache_len: Positive | None = None  # static: tokens allocated; default seq_len
+    prefill_len: Positive | None = None  # quantised: tokens of the first forward; default seq_len
+    nbits: Literal[1, 2, 4, 8] = 4
+    group_size: Positive = 64
+    residual_length: Positive = 128
 
     def __post_init__(self):
-        known = ("dynamic", "static", "quanto", "hqq", "fp8")
-        if self.cache not in known:
-            raise ValueError(f"`cache` must be one of {', '.join(known)}; received {self.cache!r}")
+        Allocator.__post_init__(self)
+        if self.cache == "quanto" and self.nbits not in (2, 4):
+            raise ValueError(f"`nbits` of quanto must be 2 or 4; received {self.nbits}")
 
     def tokens(self, layer, request):
         """A window keeps window - 1 tokens between forwards; a static one keeps all of it."""
@@ -94,13 +98,16 @@ class LlamaCpp(Allocator):
         "llama.cpp src/llama-kv-cache-iswa.cpp, llama-context.cpp, llama-hparams.cpp; "
         "pull requests 4280, 7257, 12801, 13194, 16812, 17046, 19067"
     )
-    n_ubatch: int = 512
-    n_batch: int = 2048
+    formats: ClassVar[str] = "float32 float16 bfloat16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl"
+    n_ctx: Positive | None = None  # cells of all slots together, in place of sequences x seq_len
+    n_ubatch: Positive = 512
+    n_batch: Positive = 2048
+    n_rs_seq: Count = 0  # snapshots of the states beside each, for speculative decoding
     flash_attn: bool = True
     swa_full: bool = False
     kv_unified: bool = False
     mla: bool = True  # the file carries the absorbed projections
-    swa_cells: int | None = None  # what a log says, in place of the rule
+    swa_cells: Positive | None = None  # what a log says, in place of the rule
 
     @property
     def build(self) -> int:
@@ -122,12 +129,16 @@ class LlamaCpp(Allocator):
     def cells(self, layer, request):
         """Context cells, and for windows PAD(min(context, window x sequences + micro-batch))."""
         n = request.n_sequences
-        streams = 1 if self.kv_unified else n
-        context = ceil_to(request.seq_len * (n if self.kv_unified else 1), self.padding)
+        streams = 1 if self.kv_unified or self.build < 6000 else n
+        context = request.seq_len * (n // streams) if self.n_ctx is None else self.n_ctx // streams
+        if np.any(context < request.seq_len):
+            raise ValueError(
+                f"`seq_len` {request.seq_len} exceeds the {context} cells that `n_ctx`"
+                f" {self.n_ctx} leaves a sequence"
+            )
+        context = ceil_to(context, self.padding)
         if layer.kind == "cross":
             return 0  # encoder outputs are read anew, not cached
-        if layer.kind == "indexer":
-            return streams * context
         if not self._windowed(layer):
             return streams * context
         if self.swa_cells is not None:
@@ -135,7 +146,7 @@ class LlamaCpp(Allocator):
         batch = at_most(streams * context, self.n_batch)
         if self.build >= 5555:  # before June 2025 the whole batch, not the micro-batch
             batch = at_most(batch, self.n_ubatch)
-        window = layer.window * (n if self.kv_unified or self.build < 6000 else 1) + batch
+        window = layer.window * (n // streams) + batch
         if self.build >= 6980:
             return streams * ceil_to(at_most(context, window), 256)
         return streams * at_most(context, ceil_to(window, self.padding))
@@ -148,9 +159,19 @@ class LlamaCpp(Allocator):
         (Mistral, Phi-3, StarCoder2) are given full context."""
         attention = [x for x in geometry.layers if x.kind not in ("state", "cross")]
         if attention and all(layer.window is not None for layer in attention):
-            layers = tuple(replace(layer, window=None) for layer in geometry.layers)
-            geometry = replace(geometry, layers=layers)
+            geometry = geometry.without_windows()
+        if not self.flash_attn and self.pads_values:
+            geometry = replace(geometry, layers=tuple(map(_padder(attention), geometry.layers)))
         return Allocator.parts(self, geometry, request)
+
+    def state_bytes(self, layer, request):
+        """Speculative decoding keeps `n_rs_seq` snapshots beside each sequence's state."""
+        return (1 + self.n_rs_seq) * Allocator.state_bytes(self, layer, request)
+
+    @property
+    def pads_values(self) -> bool:
+        """Without flash attention, V is as wide as in the widest layer (since mid-2025)."""
+        return self.build >= 6000
 
     def widths(self, layer):
         """MLA: K is latent + rope; before PR 19067 (Jan 2026) V repeats the latent beside it;
@@ -166,13 +187,31 @@ class LlamaCpp(Allocator):
         return "float32"
 
 
+def _padder(layers):
+    """What widens V of each layer to the widest V, which is heads x width elements."""
+    widest = max((x.n_kv_heads * x.value_dim for x in layers if x.expanded is None), default=0)
+
+    def padded(layer):
+        if layer.expanded or not layer.value_dim:
+            return layer
+        if widest % layer.n_kv_heads:
+            raise CannotEstimate(
+                f"V of {widest} elements cannot be laid out in {layer.n_kv_heads} heads"
+            )
+        return replace(layer, value_dim=widest // layer.n_kv_heads)
+
+    return padded
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IkLlamaCpp(LlamaCpp):
     """ik_llama.cpp: every layer at full context; `mla_mode` decides what of MLA is kept."""
 
     name: ClassVar[str] = "ik_llama.cpp"
     source: ClassVar[str] = "ik_llama.cpp src/llama.cpp (llama_kv_cache_init), Aug 2026"
-    mla_mode: int = 3
+    formats: ClassVar[str] = LlamaCpp.formats + " q6_0"
+    pads_values: ClassVar[bool] = False
+    mla_mode: Literal[0, 1, 2, 3] = 3
 
     @property
     def padding(self) -> int:
@@ -198,6 +237,8 @@ class WhisperCpp(Allocator):
     name: ClassVar[str] = "whisper.cpp"
     source: ClassVar[str] = "whisper.cpp src/whisper.cpp (whisper_kv_cache_init), Aug 2026; PR 2152"
 
+    formats: ClassVar[str] = "float32 float16 bfloat16 q8_0 q5_1 q5_0 q4_1 q4_0"
+
     def cells(self, layer, request):
         """Text context or audio context, padded; version "2023" or "1.5" is before padding."""
         numbers = [int(n) for n in re.findall(r"\d+", self.version)] or [10**6]
@@ -217,6 +258,8 @@ class Ggml(Allocator):
 
     name: ClassVar[str] = "ggml"
     source: ClassVar[str] = "ggml examples/gpt-2/main-backend.cpp (kv cache)"
+
+    formats: ClassVar[str] = "float32 float16 bfloat16"
 
     def tokens(self, layer, request):
         """Every position of the context."""

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from lossless_lab.kv_cache.allocators import Allocator
+from lossless_lab.kv_cache.checks import kinds_of
 from lossless_lab.kv_cache.contiguous import Ggml, IkLlamaCpp, LlamaCpp, Transformers, WhisperCpp
 from lossless_lab.kv_cache.paged import VLLM, SGLang, TensorRT
 
-# Longer names first: "ik_llama.cpp" contains "llama.cpp".
-_CLASSES = (IkLlamaCpp, LlamaCpp, WhisperCpp, Transformers, TensorRT, SGLang, VLLM, Ggml)
+_CLASSES = (LlamaCpp, IkLlamaCpp, WhisperCpp, Transformers, TensorRT, SGLang, VLLM, Ggml)
 ENGINES = {cls.name: cls for cls in _CLASSES}
+_NAMES = ENGINES | {
+    "ik_llama": IkLlamaCpp, "llamacpp": LlamaCpp, "llama-server": LlamaCpp,
+    "tensorrt llm": TensorRT, "trt-llm": TensorRT, "trtllm": TensorRT,
+}  # fmt: skip
+_TEXT = re.compile(
+    r"\s*(?P<name>" + "|".join(map(re.escape, sorted(_NAMES, key=len, reverse=True))) + r")"
+    r"(?:(?:[=@:/]+|-)?\s*\(?\s*(?:(?:version|build|release)\b\s*:?\s*)?[vb]?(?P<version>\d[\d.]*))?",
+    re.IGNORECASE,
+)
 # Launch flags that are not called like the option that they set.
 FLAGS = {
     "-ub": "n_ubatch", "--ubatch-size": "n_ubatch", "-b": "n_batch", "--batch-size": "n_batch",
-    "-fa": "flash_attn", "-kvu": "kv_unified", "-mla": "mla_mode",
-    "-ctk": "key_dtype", "--cache-type-k": "key_dtype",
+    "-fa": "flash_attn", "-kvu": "kv_unified", "-mla": "mla_mode", "-c": "n_ctx",
+    "--ctx-size": "n_ctx", "-ctk": "key_dtype", "--cache-type-k": "key_dtype",
     "-ctv": "value_dtype", "--cache-type-v": "value_dtype",
     "--kv-cache-dtype": "key_dtype value_dtype", "--num-gpu-blocks-override": "n_blocks",
     "--disable-hybrid-kv-cache-manager": "flat", "--mamba-ssm-cache-dtype": "ssm_dtype",
     "--max-total-tokens": "n_tokens", "--swa-full-tokens-ratio": "swa_ratio",
     "--tokens_per_block": "block_size",
 }  # fmt: skip
+_UNSET = {"-no-kvu": "kv_unified", "--no-kv-unified": "kv_unified"}
+# Launch flags of what is no option of an engine here but an argument of the call.
+_ELSEWHERE = {
+    "`batch_size`": "-np --parallel --max-num-seqs --max-running-requests --max_batch_size",
+    "`tensor_parallel`": "-tp --tp --tp-size --tp_size --tensor-parallel-size",
+    "`seq_len`": "--max-model-len --context-length --max_seq_len --n-ctx-per-seq",
+    "`utilization` of `capacity`": "--gpu-memory-utilization --mem-fraction-static",
+    "`memory_bytes` of `capacity`": "--kv-cache-memory --kv-cache-memory-bytes",
+    "`mamba_cache_mode` (of other layers it changes nothing)": "--enable-prefix-caching",
+    "`n_speculative_tokens` and `draft`": "--speculative-config --num-speculative-tokens",
+    "`n_rs_seq` and `draft`": "--draft --draft-max -md --model-draft --spec-draft-n-max",
+    "`num_beams`": "--max-beam-width --max_beam_width",
+}
 
 
 def engine(text, **options) -> Allocator:
@@ -39,56 +61,70 @@ def engine(text, **options) -> Allocator:
     Raises
     ------
     ValueError, TypeError
-        If the engine, a flag or an option is unknown; the message lists the known ones.
+        If the engine, its version, a flag or an option is not understood; the message says which
+        are, or which argument says the same.
 
     Examples
     --------
     >>> engine("llama.cpp b6500 -ub 256").n_ubatch
     256
     """
-    if isinstance(text, Allocator):
-        return text
-    if text is None:
-        return _configured(Allocator, options)
-    cls = next((c for name, c in ENGINES.items() if name in text.lower()), None)
-    if cls is None:
-        raise ValueError(f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
-    version = re.search(re.escape(cls.name) + r"[\s(]*[vb]?(\d[\d.]*)", text.lower())
-    found = {"version": version[1] if version else ""}
-    if cls is Transformers and "staticcache" in text.lower():
-        found["cache"] = "static"
-    outside_brackets = re.sub(r"\([^)]*\)", " ", text)
-    for flag, value in re.findall(r"\s(--?[a-z][\w-]*)(?:[ =]([^-\s]\S*))?", outside_brackets):
-        for name in FLAGS.get(flag, flag.lstrip("-").replace("-", "_")).split():
-            if name not in _options(cls):
-                raise ValueError(f"`engine` flag {flag} is not known to change {cls.name}'s cache")
-            found[name] = value or "1"
-    return _configured(cls, {**found, **options})
-
-
-def _options(cls):
-    return {field.name: str(field.type) for field in fields(cls)}
-
-
-def _configured(cls, options):
-    """The allocator with these options, each checked by name and brought to its type."""
-    known = _options(cls)
+    if text is not None and not isinstance(text, (str, Allocator)):
+        raise ValueError(f"`engine` must be a name or None; received {text!r}")
+    cls, found = _read(text) if isinstance(text, str) else (type(text or Allocator()), {})
+    known = sorted(field.name for field in fields(cls))
     for name in options:
         if name not in known:
             raise TypeError(
                 f"`{name}` is not an option of engine {cls.name!r};"
-                f" its options are {', '.join(sorted(known))}"
+                f" its options are {', '.join(known)}"
             )
-    return cls(**{name: _typed(name, value, known[name]) for name, value in options.items()})
+    return replace(text, **options) if isinstance(text, Allocator) else cls(**{**found, **options})
 
 
-def _typed(name, value, kind):
-    """A flag's text as the option's type."""
-    if not isinstance(value, str) or "str" in kind:
-        return value
-    if "bool" in kind:
-        return value.lower() in ("1", "on", "true", "auto")
-    try:
-        return float(value) if "float" in kind else int(value)
-    except ValueError:
-        raise ValueError(f"`{name}` {value!r} must be a number") from None
+def _read(text):
+    """The engine's class, and the options that its version and flags set."""
+    match = _TEXT.match(text)
+    if match is None:
+        raise ValueError(f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
+    cls = _NAMES[match["name"].lower()]
+    found = {"version": match["version"] or ""}
+    if cls is Transformers and "staticcache" in text.lower():
+        found["cache"] = "static"
+    known = {field.name for field in fields(cls)} - {"version"}
+    rest = "(" * ("(" in match[0]) + text[match.end() :]  # a bracket opened before the version
+    words = re.sub(r"\([^)]*\)?", " ", rest).replace("=", " ").split()
+    while words:
+        word = words.pop(0)
+        if not re.match(r"--?[a-zA-Z]", word):
+            if re.search(r"\d+\.\d|\d{4}|^b\d", word):  # words may describe, but not hide a version
+                raise ValueError(
+                    f"`engine` {text!r}: {word!r} is not understood; a version stands right after"
+                    f" the name, as in '{cls.name} 0.11' or '{cls.name} b6500'"
+                )
+            continue
+        valued = words and not re.match(r"--?[a-zA-Z]", words[0])
+        value = "off" if word in _UNSET else words.pop(0) if valued else "on"
+        for name in (_UNSET | FLAGS).get(word, word.lstrip("-").replace("-", "_")).split():
+            if name not in known:
+                said = [
+                    f"; say it with {k}" for k, flags in _ELSEWHERE.items() if word in flags.split()
+                ]
+                raise ValueError(
+                    f"`engine` flag {word} is not known to change {cls.name}'s cache{''.join(said)}"
+                )
+            found[name] = _value(value, kinds_of(cls)[name])
+    return cls, found
+
+
+def _value(text, kind):
+    """A flag's text as a switch, a number, or else the text; the option's check does the rest."""
+    if kind is bool:
+        return {"1": True, "on": True, "true": True, "auto": True, "0": False, "off": False,
+                "false": False}.get(text.lower(), text)  # fmt: skip
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -50,7 +50,7 @@ FORMATS = _table(
         ("float64 f64 fp64", 1, 8, 0),
         ("float32 f32 fp32 float", 1, 4, 0),
         ("float16 f16 fp16 half", 1, 2, 0),
-        ("bfloat16 bf16", 1, 2, 0),
+        ("bfloat16 bf16 auto", 1, 2, 0),  # "auto", engines' own default, is a 16-bit float
         ("fp8 fp8_e4m3 fp8_e5m2 fp8_e4m3fn float8_e4m3fn float8_e5m2 f8", 1, 1, 0),
         ("int8 i8 uint8", 1, 1, 0),
         ("int4 i4 uint4", 2, 1, 0),
@@ -58,8 +58,9 @@ FORMATS = _table(
         # vLLM, vllm/v1/kv_cache_interface.py: one float32 scale per token and head, K and V each.
         ("fp8_per_token_head", 1, 1, 4),
         ("int8_per_token_head", 1, 1, 4),
+        ("int4_per_token_head", 2, 1, 4),
         # vLLM, same file: packed 4-bit values and one fp8 scale per 16 of them.
-        ("nvfp4 fp4", 16, 9, 0),
+        ("nvfp4 fp4 fp4_e2m1", 16, 9, 0),
         # vLLM, flashmla_sparse.py: fp8 latent with a float32 scale per 128, rope left in 16 bits.
         ("fp8_ds_mla", 1, 1, 0),
         # ggml/src/ggml-common.h, block structs.
@@ -96,7 +97,7 @@ def storage_format(dtype) -> Format:
     if isinstance(dtype, Format):
         return dtype
     name = str(dtype).removeprefix("torch.").lower()
-    grouped = re.fullmatch(r"int([248])[-_]g(\d+)", name)
+    grouped = re.fullmatch(r"int([248])[-_]g([1-9]\d*)", name)
     if grouped:
         bits, group = int(grouped[1]), int(grouped[2])
         return Format(name=name, block=group, block_bytes=group * bits / 8 + 4)
@@ -108,11 +109,11 @@ def storage_format(dtype) -> Format:
 def storage_formats(dtype) -> tuple[Format, Format]:
     """K's and V's formats: one name for both, a pair, or a mapping with "k" and "v"."""
     if isinstance(dtype, dict):
-        unknown = set(dtype) - {"k", "v"}
-        if unknown or len(dtype) != 2:
+        if set(dtype) != {"k", "v"}:
             raise ValueError(f"`dtype` {dtype!r} must have exactly the keys 'k' and 'v'")
         return storage_format(dtype["k"]), storage_format(dtype["v"])
     if isinstance(dtype, (tuple, list)):
-        key, value = dtype
-        return storage_format(key), storage_format(value)
+        if len(dtype) != 2:
+            raise ValueError(f"`dtype` {dtype!r} must be one name, or a pair for K and V")
+        return storage_format(dtype[0]), storage_format(dtype[1])
     return (storage_format(dtype),) * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import pandas as pd
 
@@ -34,6 +34,17 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What else of a model its memory depends on."""
+
+    hidden_size: int
+    vocab_size: int
+    encoder_len: int | None  # positions of the encoder where the config fixes them
+    context_limit: int | None  # tokens that the model was made for, where the file says so
+    n_mtp_layers: int  # layers of its own that predict further tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry(Result):
     """What a model stores, layer by layer, free of any engine."""
 
@@ -41,10 +52,8 @@ class Geometry(Result):
     layers: tuple[Layer, ...]
     n_layers: int
     n_heads: int
-    hidden_size: int
-    vocab_size: int
-    encoder_len: int | None  # positions of the encoder where the config fixes them
-    assumed: tuple[tuple[str, int], ...]  # fields the file leaves to the class's defaults
+    outline: Outline
+    assumed: tuple[tuple[str, int | str], ...]  # fields the file leaves to the class's defaults
 
     def of_kind(self, *kinds: str) -> tuple[Layer, ...]:
         """The layers of these kinds."""
@@ -57,6 +66,16 @@ class Geometry(Result):
             alike = (x.kind, x.n_kv_heads, x.key_dim, x.value_dim, x.window, x.expanded, x.states)
             found.setdefault(alike, [x, 0])[1] += 1
         return [(layer, n) for layer, n in found.values()]
+
+    def without_windows(self) -> Geometry:
+        """The same model with every window and chunk kept in full."""
+        return replace(self, layers=tuple(replace(x, window=None) for x in self.layers))
+
+    def mtp_layers(self) -> tuple[Layer, ...]:
+        """What the model's own multi-token prediction keeps: as much as its last attention."""
+        attention = self.of_kind("full", "latent", "indexer")
+        last = max((layer.index for layer in attention), default=None)
+        return tuple(x for x in attention if x.index == last) * self.outline.n_mtp_layers
 
     def to_frame(self) -> pd.DataFrame:
         """One row per cached thing."""
@@ -96,14 +115,12 @@ def geometry(config) -> Geometry:
     >>> [layer.elements for layer in g.layers]   # 2 heads x (32 + 32)
     [128, 128]
     """
-    if isinstance(config, str) and config in configs.bundled():
-        return _of_name(config)
-    return _describe(config)
+    return _of_name(config) if config in configs.names() else _describe(config)
 
 
 def _describe(config):
     """The geometry of anything that `configs.resolve` can read."""
-    family, outer, text, assumed = configs.resolve(config)
+    family, outer, text, assumed, fields = configs.resolve(config)
     if text.model_type in _REFUSED:
         raise CannotEstimate(f"model_type {text.model_type!r}: {_REFUSED[text.model_type]}")
     if not _generates(outer, text):
@@ -112,18 +129,22 @@ def _describe(config):
         )
     layers = tuple(_layers(text))
     if outer.is_encoder_decoder or getattr(text, "add_cross_attention", False):
-        cross = [
-            _attention(text, layer.index, "cross") for layer in layers if layer.kind != "state"
-        ]
-        layers += tuple(cross)
+        layers += tuple(_attention(text, x.index, "cross") for x in layers if x.kind != "state")
+    stated = {"max_position_embeddings", text.attribute_map.get("max_position_embeddings")}
     return Geometry(
         model_type=family,
         layers=layers,
         n_layers=len(_layer_types(text)),
         n_heads=field(_of_layer(text, 0), *_HEADS, default=0),
-        hidden_size=field(text, "hidden_size", "d_model", default=0),
-        vocab_size=field(text, "vocab_size", default=0),
-        encoder_len=field(text, "max_source_positions"),
+        outline=Outline(
+            hidden_size=field(text, "hidden_size", "d_model", default=0),
+            vocab_size=field(text, "vocab_size", default=0),
+            encoder_len=field(text, "max_source_positions"),
+            context_limit=next((fields[name] for name in stated if fields.get(name)), None),
+            n_mtp_layers=field(
+                text, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=0
+            ),
+        ),
         assumed=tuple(assumed.items()),
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
+from lossless_lab.kv_cache.checks import Count, FloatDtype, Positive, Share
 from lossless_lab.kv_cache.configs import CannotEstimate
 
 
@@ -17,9 +18,10 @@ class TensorRT(Allocator):
 
     name: ClassVar[str] = "tensorrt-llm"
     source: ClassVar[str] = "TensorRT-LLM tensorrt_llm/llmapi (KvCacheConfig.tokens_per_block = 32)"
+    formats: ClassVar[str] = "float32 float16 bfloat16 fp8 int8 nvfp4"
     state_format: ClassVar[str | None] = None
-    block_size: int = 32
-    n_tokens: int | None = None  # size of the pool, in place of sequences x seq_len
+    block_size: Positive = 32
+    n_tokens: Positive | None = None  # size of the pool, in place of sequences x seq_len
 
     def cells(self, layer, request):
         """Whole blocks of every sequence, or of the pool."""
@@ -36,10 +38,11 @@ class SGLang(Allocator):
 
     name: ClassVar[str] = "sglang"
     source: ClassVar[str] = "SGLang python/sglang/srt/mem_cache/memory_pool.py (size + page_size)"
-    indexer_scales: ClassVar[bool] = True
-    page_size: int = 1
-    n_tokens: int | None = None
-    swa_ratio: float = 0.8  # slots of windowed layers per slot of full ones
+    formats: ClassVar[str] = "float32 float16 bfloat16 fp8 nvfp4 fp8_ds_mla"
+    sparse_fp8: ClassVar[bool] = True
+    page_size: Positive = 1
+    n_tokens: Positive | None = None
+    swa_ratio: Share = 0.8  # slots of windowed layers per slot of full ones
     hybrid_swa: bool = True
 
     def cells(self, layer, request):
@@ -72,16 +75,21 @@ class VLLM(Allocator):
         "vLLM vllm/v1/kv_cache_interface.py, v1/core/kv_cache_utils.py, platforms/interface.py,"
         " model_executor/layers/mamba/mamba_utils.py; 0.6 to 0.19"
     )
+    formats: ClassVar[str] = (
+        "float32 float16 bfloat16 fp8 fp8_per_token_head int8_per_token_head int4_per_token_head"
+        " nvfp4 fp8_ds_mla"
+    )
     state_format: ClassVar[str | None] = None
-    indexer_scales: ClassVar[bool] = True
-    block_size: int = 16
-    max_num_batched_tokens: int = 8192
-    n_blocks: int | None = None  # size of the pool, in place of what the sequences need
+    sparse_fp8: ClassVar[bool] = True
+    block_size: Positive = 16
+    max_num_batched_tokens: Positive = 8192
+    n_blocks: Positive | None = None  # size of the pool, in place of what the sequences need
     flat: bool = False  # the hybrid manager is off: windows are kept like full attention
-    mamba_cache_mode: str = "none"  # none | align | all
-    mamba_chunk_size: int = 256
-    ssm_dtype: str | None = None
-    n_speculative_tokens: int = 0
+    mamba_cache_mode: Literal["none", "align", "all"] = "none"
+    mamba_chunk_size: Positive = 256
+    ssm_dtype: FloatDtype | None = None
+    n_speculative_tokens: Count = 0
+    mtp: bool = True  # speculation uses the model's own layers, where it has them and no draft
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -89,9 +97,16 @@ class VLLM(Allocator):
         numbers = re.findall(r"\d+", self.version)
         return tuple(int(n) for n in numbers[:2]) or (99,)
 
+    def with_draft(self, shape, draft):
+        """A draft's layers, or the model's own for multi-token prediction, join its groups."""
+        own = shape.mtp_layers() if self.n_speculative_tokens and self.mtp else ()
+        return [replace(shape, layers=shape.layers + (draft.layers if draft else own))]
+
     def state_dtype(self, state):
-        """A recurrent state's dtype: the launch flag, the config's, else the model's."""
-        fixed = None if state.dtype == "model" else state.dtype
+        """A recurrent state's dtype: the launch flag, the config's, else the model's; NemotronH's
+        is float32 where its file says nothing, since pull request 39032 (Apr 2026)."""
+        unstated = "float32" if self.release >= (0, 20) else None
+        fixed = {"model": None, "unstated": unstated}.get(state.dtype, state.dtype)
         return (self.ssm_dtype or fixed) if state.name == "recurrent" else None
 
     def columns(self, kernel, layer):
@@ -102,7 +117,7 @@ class VLLM(Allocator):
         """Attention block of a hybrid: the fewest tokens whose page holds one layer's state."""
         states = geometry.of_kind("state")
         attention = [layer for layer in geometry.layers if layer.kind != "state"]
-        rows = {self.row_bytes(layer, request, geometry.n_heads) for layer in attention}
+        rows = {self.row_bytes(layer, request, geometry) for layer in attention}
         if not states or not rows:
             return self.block_size
         page = max(self.state_bytes(layer, request) for layer in states)
@@ -132,36 +147,29 @@ class VLLM(Allocator):
         """Pages of one size for all groups of layers; groups are padded to one number of layers."""
         windows = {x.window for x in geometry.layers if x.kind not in ("state", "cross")}
         if len(windows) > 1 and (self.flat or self.release < (0, 10)):
-            layers = tuple(replace(layer, window=None) for layer in geometry.layers)
-            geometry = replace(geometry, layers=layers)
+            geometry = geometry.without_windows()
         base = self.hybrid_block_size(geometry, request)
         groups = dict(geometry.groups())
-        pages = {layer: self._page(layer, base, geometry, request) for layer in groups}
+        rows = {x: Allocator.part(self, x, n, geometry, request) for x, n in groups.items()}
+        pages = {x: p.row_bytes * (1 if x.kind == "state" else base) for x, p in rows.items()}
         page = max(pages.values(), default=0)
         kinds = {(x.kind == "state", x.window, x.kind == "cross") for x in groups}
         grouped = len(kinds) > 1 and self.release >= (0, 14)
         size = _group_size(groups.values()) if grouped else 1
         parts = []
-        for layer, n_layers in groups.items():
-            if grouped and layer.kind != "state" and page % pages[layer]:
-                raise CannotEstimate(f"vLLM cannot unify pages of {pages[layer]} and {page} bytes")
+        for layer, part in rows.items():
             wide = grouped and layer.kind != "state"
+            if wide and page % pages[layer]:
+                raise CannotEstimate(f"vLLM cannot unify pages of {pages[layer]} and {page} bytes")
             block = base * (page // pages[layer]) if wide else base
-            bought = page if grouped or layer.kind == "state" else pages[layer]
             blocks = self.n_blocks or request.n_sequences * self.blocks(layer, block, request)
-            total = ceil_to(n_layers, size) * blocks * bought
+            bought = page if grouped or layer.kind == "state" else pages[layer]
+            total = ceil_to(part.n_layers, size) * blocks * bought
             if self.n_blocks and grouped:  # one pool for all groups, booked on each alike
                 total = size * page * blocks // len(groups)
             cells = blocks if layer.kind == "state" else blocks * block
-            part = Allocator.part(self, layer, n_layers, geometry, request)
             parts.append(replace(part, cells=cells, bytes=total))
         return parts
-
-    def _page(self, layer, block, geometry, request):
-        """Bytes of one block, or of one state, in one layer."""
-        if layer.kind == "state":
-            return self.state_bytes(layer, request)
-        return block * self.row_bytes(layer, request, geometry.n_heads)
 
 
 def _group_size(counts) -> int:

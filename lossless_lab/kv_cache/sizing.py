@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 import pandas as pd
 
 from lossless_lab.kv_cache.allocators import Allocator, Part, Request
+from lossless_lab.kv_cache.checks import FloatDtype, Positive, checks_options
 from lossless_lab.kv_cache.engines import engine as rules_of
-from lossless_lab.kv_cache.formats import storage_format, storage_formats
 from lossless_lab.kv_cache.geometry import Geometry, geometry
 from lossless_lab.results import Result
 
@@ -78,17 +78,18 @@ def binary(n_bytes: float) -> str:
     return f"{n_bytes:,.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
 
 
+@checks_options
 def kv_cache_bytes(
     config,
     *,
-    seq_len: int,
-    batch_size: int = 1,
+    seq_len: Positive,
+    batch_size: Positive = 1,
     dtype="bfloat16",
     engine: str | Allocator | None = None,
-    tensor_parallel: int = 1,
-    num_beams: int = 1,
-    encoder_len: int | None = None,
-    state_dtype: str | None = None,
+    tensor_parallel: Positive = 1,
+    num_beams: Positive = 1,
+    encoder_len: Positive | None = None,
+    state_dtype: FloatDtype | None = None,
     draft=None,
     **options,
 ) -> KVCacheSize:
@@ -135,25 +136,26 @@ def kv_cache_bytes(
     >>> kv_cache_bytes(llama, seq_len=4096, batch_size=8, dtype="fp16").bytes / 2**30
     4.0
     """
-    _positive(seq_len=seq_len, batch_size=batch_size, num_beams=num_beams)
-    _positive(tensor_parallel=tensor_parallel)
     rules = rules_of(engine, **options)
     shape, notes = _stated(config if isinstance(config, Geometry) else geometry(config), rules)
-    key, value = storage_formats(dtype)
+    key_format, value_format = rules.formats_of(dtype)
     request = Request(
         seq_len=seq_len,
         n_sequences=batch_size * num_beams,
-        key_format=storage_format(rules.key_dtype or key),
-        value_format=storage_format(rules.value_dtype or value),
-        encoder_len=shape.encoder_len if encoder_len is None else encoder_len,
+        key_format=key_format,
+        value_format=value_format,
+        encoder_len=encoder_len or shape.outline.encoder_len,
         state_dtype=state_dtype,
         tensor_parallel=tensor_parallel,
         num_beams=num_beams,
     )
-    parts = rules.parts(shape, request)
-    if draft is not None:
-        parts += rules.parts(geometry(draft), request)
+    models = rules.with_draft(shape, None if draft is None else geometry(draft))
+    parts = [part for model in models for part in rules.parts(model, request)]
+    if len(models) > 1 or models[0] != shape:
         notes += ("the cache of the draft is counted too",)
+    limit = shape.outline.context_limit
+    if limit and seq_len > limit:
+        notes += (f"the model was made for at most {limit:,} tokens",)
     names = dict.fromkeys((request.key_format.name, request.value_format.name))
     return KVCacheSize(
         model_type=shape.model_type,
@@ -167,17 +169,11 @@ def kv_cache_bytes(
     )
 
 
-def _positive(**sizes):
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be a positive integer; received {value!r}")
-
-
 def _stated(shape, rules):
     """Without an engine, a window that only the class's default gives is not assumed."""
     notes = tuple(f"`{name}` = {value} is the class's default" for name, value in shape.assumed)
     slides = bool(shape.layers) and all(layer.kind == "sliding" for layer in shape.layers)
     if type(rules) is Allocator and "sliding_window" in dict(shape.assumed) and slides:
-        layers = tuple(replace(layer, kind="full", window=None) for layer in shape.layers)
+        layers = tuple(replace(x, kind="full") for x in shape.without_windows().layers)
         return replace(shape, layers=layers), (*notes, "the file states no window: none is taken")
     return shape, notes

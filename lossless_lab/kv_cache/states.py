@@ -16,7 +16,7 @@ class State:
     shape: tuple[int, ...]  # conv: channels, kernel; recurrent: heads (or channels), rest
     n_groups: int = 0  # of Mamba-2: groups whose channels are replicated when split too finely
     group_channels: int = 0
-    dtype: str | None = None  # where the config or the family fixes it; "model": the weights'
+    dtype: str | None = None  # fixed by config or family; "model": the weights'; "unstated"
 
     def elements(self, *, columns: int = 0, tensor_parallel: int = 1) -> int:
         """Elements on one GPU; `columns` is what an engine keeps of a convolution's kernel.
