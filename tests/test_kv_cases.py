@@ -11,6 +11,8 @@ from lossless_lab.kv_cache.allocators import Request
 from lossless_lab.kv_cache.formats import storage_formats
 
 CASES = json.loads((Path(__file__).parent / "cases" / "kv_cache_cases.json").read_text("utf-8"))
+MORE = json.loads((Path(__file__).parent / "cases" / "kv_cache_more.json").read_text("utf-8"))
+UNITS = {"MiB": 2**20, "GiB": 2**30, "B": 1}
 # A setting of a case, and the argument or engine option of ours that it is.
 ARGUMENTS = {
     "batch": "batch_size",
@@ -136,3 +138,26 @@ def test_every_case_is_used_and_has_a_source():
     known |= {"engine", "seq_len", "kv_dtype", "scope", "swa", "block_size", "state_dtype"}
     known |= {"engine_variant"}  # in words, and in the engine's flags as well
     assert {name for case in CASES for name in case["settings"]} <= known
+
+
+@pytest.mark.parametrize("case", MORE, ids=lambda c: c["id"])
+def test_what_an_engine_logged(case):
+    """A log prints two decimals; two such figures are added for K and V in GiB."""
+    arguments, scope = dict(case["arguments"]), case["scope"]
+    if scope == "block":
+        key, value = storage_formats(arguments.pop("dtype"))
+        asked = Request(seq_len=1, n_sequences=1, key_format=key, value_format=value)
+        rules = engine(arguments.pop("engine"), **arguments)
+        assert rules.hybrid_block_size(geometry(case["config"]), asked) == case["expected"]
+        return
+    size = kv_cache_bytes(case["config"], **arguments)
+    states = size.of_kind("state")
+    wanted = {"total": size.bytes, "state": states, "attention": size.bytes - states}
+    found = wanted[scope] if scope in wanted else size.of_kind(scope)
+    slack = {"MiB": 0.0101, "GiB": 0.0151, "B": 0}[case["unit"]]
+    assert abs(found / UNITS[case["unit"]] - case["expected"]) <= slack, size
+
+
+def test_more_cases_are_all_different_and_have_sources():
+    assert len({json.dumps([c["config"], c["arguments"], c["scope"]]) for c in MORE}) == len(MORE)
+    assert len(MORE) >= 90 and all(case["source"] for case in MORE)

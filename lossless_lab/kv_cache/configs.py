@@ -242,6 +242,10 @@ def _check_sizes(fields, config_class):
     """Refuse a size that is no size, and a field that seems to be a size but is misspelt."""
     own = {name: key for key, name in config_class.attribute_map.items()}
     known = config_class.__dataclass_fields__
+    absent = {
+        x for x in (*known, *own, *own.values(), "global_head_dim") if own.get(x, x) in _SIZED
+    }
+    absent -= set(fields) | {own.get(key) for key in fields}
     for key, value in fields.items():
         canonical = own.get(key, key)
         if canonical in _SIZED | _COUNTED:
@@ -249,15 +253,15 @@ def _check_sizes(fields, config_class):
             may_be_zero |= key == "sliding_window" and fields.get("use_sliding_window") is False
             for one in value if isinstance(value, list) else (value,):
                 _check_size(key, one, may_be_zero)
-        elif key not in known and key not in config_class.attribute_map:
-            sized = {x for x in (*known, *own, *own.values()) if own.get(x, x) in _SIZED}
-            near = difflib.get_close_matches(key, sized - set(fields), n=1, cutoff=0.9)
-            if key in _KV_HEADS and "num_key_value_heads" in sized - set(fields):
-                near = ["num_key_value_heads"]
-            if near and own.get(near[0], near[0]) not in fields:
-                raise CannotEstimate(
-                    f"`{key}` is no field of {config_class.__name__}; did you mean `{near[0]}`?"
-                )
+        if key in known or key in config_class.attribute_map:
+            continue
+        near = () if canonical in _SIZED else difflib.get_close_matches(key, absent, 1, cutoff=0.9)
+        if key in _KV_HEADS and "num_key_value_heads" in absent:
+            near = ("num_key_value_heads",)
+        if near:
+            raise CannotEstimate(
+                f"`{key}` is no field of {config_class.__name__}; did you mean `{near[0]}`?"
+            )
 
 
 def _check_size(key, value, may_be_zero):
