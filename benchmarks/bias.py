@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
 
+from lossless_lab import paths
 from lossless_lab.numerical import bias
 from lossless_lab.numerical.bias import bias_test
 
-TABLE = Path(__file__).with_suffix(".csv")
+TABLE = paths.DATA / "calibration" / "bias.csv"
 ALPHA = 0.05
 # name -> (unit of the test, bias in units of the RMS error, changes to `rounding_noise`)
 CASES = {
