@@ -2,15 +2,17 @@
 
 import copy
 import dataclasses
+import inspect
 
 import pytest
 import torch
-from conftest import PROMPT_L, PROMPT_S, build_t0
+from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 
 from lossless_lab import models, optimizations
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.optimizations import compilation
-from lossless_lab.optimizations.entry import fingerprint
+from lossless_lab.optimizations.entry import copied, fingerprint, patched
+from lossless_lab.optimizations.faults import ignore_padding
 from lossless_lab.optimizations.precision import cast
 from lossless_lab.optimizations.witness import observe
 
@@ -203,3 +205,64 @@ def test_observing_leaves_the_network_as_it_was(t0):
 def test_an_mlp_is_asked_for_where_there_is_none():
     with pytest.raises(ValueError, match="no submodule named `mlp`"):
         compilation.mlps(eager).transform(torch.nn.Linear(2, 2))
+
+
+def wrapped(network):
+    """The network with a closure for its forward, as debugging code leaves it."""
+    original = network.forward
+    network.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    return network
+
+
+def hidden(network):
+    """The same one level down, in a method that is not forward."""
+    layer = network.model.layers[1].mlp
+    layer.extra_repr = lambda: ""
+    return network
+
+
+PATCHES = {
+    "wrapped": wrapped,
+    "compiled in place": lambda network: (network.compile(backend=eager), network)[1],
+    "compiled region": lambda network: compilation.mlps(eager).apply(network).network,
+    "compiled object": lambda network: torch.compile(network, backend=eager),
+    "faulty": ignore_padding,
+    "deep": hidden,
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize(
+    "entry",
+    [cast("bfloat16"), cast("float16").poisoned(), optimizations.find("batch-8").poisoned(),
+     compilation.mlps(eager)],
+    ids=str,
+)  # fmt: skip
+def test_a_network_whose_copy_would_run_the_original_is_refused(entry, patch):
+    network = PATCHES[patch](build_t0())
+    with pytest.raises(ValueError, match="a copy would run the original's"):
+        entry.apply(network)
+
+
+@pytest.mark.parametrize("build", [build_t0, build_g0])
+def test_an_honest_network_is_copied_and_computes_with_its_own_weights(build):
+    network = build()
+    assert patched(network) == ""
+    other = copied(network)
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    assert fingerprint(other) != fingerprint(network) == fingerprint(build())
+
+
+def test_the_witness_of_a_cast_looks_at_what_was_computed(t0):
+    """Parameters in bfloat16 prove nothing where the forward runs another network."""
+    entry = cast("bfloat16")
+
+    class Elsewhere(type(t0)):
+        def forward(self, *args, **kwargs):
+            return t0(*args, **kwargs)
+
+    Elsewhere.forward.__signature__ = inspect.signature(type(t0).forward)
+    made = entry.apply(t0)
+    made.network.__class__ = Elsewhere
+    assert entry.witness(seen_by(made)) == ""

@@ -6,7 +6,6 @@ original module, whose own forward is what it calls.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lossless_lab.optimizations.entry import Optimization, every_position
+from lossless_lab.optimizations.entry import Optimization, copied, every_position
 from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
@@ -143,7 +142,7 @@ def _entry(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ):
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
-        return place(copy.deepcopy(network), backend), dict(settings)
+        return place(copied(network), backend), dict(settings)
 
     return Optimization(
         name=name,

@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -84,13 +85,43 @@ class Optimization:
         def broken(network: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
             changed, settings = self.transform(network)
             if changed is network:
-                changed = copy.deepcopy(network)
+                changed = copied(network)
             return self.fault(changed), settings
 
         return replace(self, name=f"{self.name} (poisoned)", transform=broken)
 
     def __str__(self) -> str:
         return f"{self.name}: claims level {self.level}, changes {', '.join(self.changes)}"
+
+
+def copied(network: nn.Module) -> nn.Module:
+    """A deep copy that computes with its own weights.
+
+    Raises
+    ------
+    ValueError
+        Where a method was replaced on an object (patched, or compiled): deepcopy hands such a
+        function over as it is, and it would go on running the original.
+    """
+    if name := patched(network):
+        raise ValueError(
+            f"`{name}` carries a forward of its own (patched or compiled): a copy would run the "
+            "original's; apply the optimisation first, then patch or compile its result"
+        )
+    return copy.deepcopy(network)
+
+
+def patched(network: nn.Module) -> str:
+    """The first module with a plain function in place of one of its methods; "" for none."""
+    return next(
+        (
+            name or type(module).__name__
+            for name, module in network.named_modules()
+            for own, value in vars(module).items()
+            if isinstance(value, FunctionType) and hasattr(type(module), own)
+        ),
+        "",
+    )
 
 
 def fingerprint(network: nn.Module) -> str:

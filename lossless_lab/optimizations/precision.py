@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
-from lossless_lab.optimizations.entry import Optimization, every_position
+from lossless_lab.optimizations.entry import Optimization, copied, every_position
 from lossless_lab.optimizations.faults import silence_one_mlp
 
 
@@ -22,7 +20,7 @@ def cast(dtype: str) -> Optimization:
         raise ValueError(f"`dtype` must name a floating-point dtype of torch; got {dtype!r}")
 
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
-        changed = copy.deepcopy(network).to(getattr(torch, dtype))
+        changed = copied(network).to(getattr(torch, dtype))
         _keep_computed_buffers(changed, network)
         return changed, {}
 
@@ -31,7 +29,11 @@ def cast(dtype: str) -> Optimization:
         level="2",
         changes=("dtype",),
         transform=transform,
-        witness=lambda seen: f"parameters in {dtype}" if seen.dtypes[:1] == (dtype,) else "",
+        witness=lambda seen: (
+            f"parameters in {dtype}"
+            if seen.dtypes[:1] == (dtype,) and set(seen.computed) <= {dtype}
+            else ""
+        ),
         exercised=every_position,
         fault=silence_one_mlp,
     )

@@ -28,12 +28,14 @@ class Observation:
     cache : names of the cache layer classes that were passed to the network.
     compiled_calls : number of entries into code made by torch.compile.
     dtypes : parameter dtypes of the network, most frequent first.
+    computed : dtypes of the keys that the network wrote into its cache.
     """
 
     rows: int
     cache: tuple[str, ...]
     compiled_calls: int
     dtypes: tuple[str, ...]
+    computed: tuple[str, ...]
 
 
 def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
@@ -46,7 +48,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error
     target = getattr(network, "_orig_mod", network)
-    rows, caches = [0], Counter()
+    rows, caches, computed = [0], Counter(), Counter()
     original = target.prepare_inputs_for_generation
 
     @functools.wraps(original)  # generate inspects the signature
@@ -55,6 +57,8 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
         rows.append(input_ids.shape[0])
         layers = getattr(cache_of(inputs), "layers", ())
         caches.update(type(layer).__name__ for layer in layers)
+        keys = (getattr(layer, "keys", None) for layer in layers)
+        computed.update(_name(k.dtype) for k in keys if isinstance(k, torch.Tensor))
         return inputs
 
     saved = target.__dict__.get("prepare_inputs_for_generation")
@@ -69,13 +73,18 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
     compiled = sum(
         event.name.startswith("Torch-Compiled Region") for event in profile.function_events
     )
-    dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in target.parameters())
+    dtypes = Counter(_name(p.dtype) for p in target.parameters())
     return Observation(
         rows=max(rows),
         cache=tuple(caches),
         compiled_calls=compiled,
         dtypes=tuple(name for name, _ in dtypes.most_common()),
+        computed=tuple(computed),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def cache_of(inputs: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.noise import NoiseFloor
+from lossless_lab.optimizations.entry import patched
 from lossless_lab.pipeline.answers import HALF
 from lossless_lab.pipeline.controls import in_float32
 from lossless_lab.pipeline.subjects import Live, Subject
@@ -67,7 +68,7 @@ def _control(
         return ""
     dtypes = [str(s.network.dtype).removeprefix("torch.") for s in sides]
     half = [name for name in dtypes if name in HALF]
-    if not half or any(s.compiled for s in sides):
+    if not half or any(s.compiled or patched(s.network) for s in sides):
         return ""
     progress("control in float32")
     differing = set(evidence.tokens.divergences["prompt_id"])

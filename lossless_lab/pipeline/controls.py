@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from lossless_lab.engines.variants import harmless_variants
 from lossless_lab.numerical.noise import NoiseFloor, centred_rms, noise_floor
 from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.numerical.twins import distance_in_float64, twin
+from lossless_lab.optimizations.entry import copied, patched
 from lossless_lab.pipeline.subjects import Live
 
 Rows = Sequence[Sequence[int]]
@@ -114,7 +114,7 @@ def _twin_variants(
     """Twins made one at a time, where the architecture has any and memory for a copy is at hand."""
     network = engine.network
     size = sum(p.nbytes for p in network.parameters())
-    if compiled_parts(network) or 6 * size > psutil.virtual_memory().available:
+    if patched(network) or compiled_parts(network) or 6 * size > psutil.virtual_memory().available:
         return
     row = torch.arange(1, 9, device=network.device)[None] % network.config.vocab_size
     try:  # a wrong twin would make a floor that anything passes
@@ -172,7 +172,7 @@ def in_float32(subject: Live) -> Live:
     engine = subject.engine
 
     def widened(model: Any) -> Any:
-        network = copy.deepcopy(getattr(model, "network", model)).float()
+        network = copied(getattr(model, "network", model)).float()
         return network if isinstance(model, nn.Module) else replace(model, network=network)
 
     assistant = None if engine.assistant is None else widened(engine.assistant)

@@ -143,7 +143,8 @@ def dtype_of(subject: Subject, decoding: Decoding, prompts: Sequence[Prompt]) ->
 def _with_bits(
     frame: pd.DataFrame, reference: torch.Tensor, candidate: torch.Tensor, dtype: str
 ) -> pd.DataFrame:
-    same = (reference == candidate) | (reference.isnan() & candidate.isnan())
+    same = (reference == candidate) & (reference.signbit() == candidate.signbit())
+    same |= reference.isnan() & candidate.isnan()
     top = reference.amax(-1).double().numpy()
     return frame.assign(bitwise_equal=same.all(-1).numpy(), ulp=ulp_of(top, dtype))
 

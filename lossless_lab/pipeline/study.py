@@ -109,9 +109,10 @@ class Study:
         return frames if layers is None else frames | {"layers": layers}
 
     def layers(self, pair: tuple[str, str], prompt_id: str) -> pd.DataFrame | None:
-        """Drift of the residual stream over prompt and output, None where it cannot be seen."""
+        """Drift of the residual stream over prompt and output; None where it cannot be seen, or
+        where both sides are one network (an entry that changes only the engine)."""
         networks = [self.reference.network, self.subjects[pair[1]].network]
-        if None in networks or self.subjects[pair[1]].compiled:
+        if None in networks or networks[0] is networks[1] or self.subjects[pair[1]].compiled:
             return None
         key = (pair[1], prompt_id)
         if key not in self._layers:
