@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lossless_lab.numerical.noise import centred_rms, noise_floor, ulp_of
+from lossless_lab.numerical.noise import centred_peak, centred_rms, noise_floor, ulp_of
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,43 @@ def test_both_rooms_mean_the_same_by_centred_rms():
     x = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
     y = x + 1e-3 * torch.randn(6, 200, generator=torch.Generator().manual_seed(1)) + 2
     x[:, 3:9] = y[:, 3:9] = -math.inf
-    assert np.allclose(divergences(x, y).frame["logit_rms"], centred_rms(x, y), rtol=1e-3)
+    frame = divergences(x, y).frame
+    assert np.allclose(frame["logit_rms"], centred_rms(x, y), rtol=1e-3)
+    assert np.allclose(frame["logit_peak"], centred_peak(x, y), rtol=1e-3)
+
+
+def test_the_peak_against_numpy_and_where_logits_are_not_finite():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 7, 50)).astype(np.float32)
+    d = y.astype(float) - x
+    expected = abs(d - d.mean(axis=1, keepdims=True)).max(axis=1)
+    assert np.allclose(centred_peak(torch.tensor(x), torch.tensor(y)), expected, rtol=1e-12)
+    x = torch.tensor([[0.0, 1.0, -math.inf]] * 3)
+    y = torch.tensor([[1.0, 4.0, -math.inf], [0.0, 1.0, 2.0], [0.0, math.nan, -math.inf]])
+    peak = centred_peak(x, y)
+    assert peak[0] == 1.0 and peak[1] == math.inf and math.isnan(peak[2])
+
+
+def test_one_token_among_many_shows_in_the_peak_alone():
+    x = torch.randn(1, 49152, generator=torch.Generator().manual_seed(0))
+    y = x.clone()
+    y[0, 3000] += 12
+    assert centred_rms(x, y)[0] == pytest.approx(12 / math.sqrt(49152), rel=1e-3)
+    assert centred_peak(x, y)[0] == pytest.approx(12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("largest", "named"),
+    [
+        ([1.0, 2.0, 0.5, 22.0], ()),
+        ([1.0, 2.0, 0.5, 40.0], ("3",)),
+        ([1.0, 2.0, 1.5, 1.0, 90.0, 80.0, 70.0, 95.0, 91.0], ("4", "5", "6", "7", "8")),
+        ([0.0, 0.0, 1.0], ()),
+        ([0.0, 1.0, np.finfo(float).max], ("2",)),
+        ([np.finfo(float).max], ("0",)),
+    ],
+)
+def test_variants_that_are_no_reordering_are_named(largest, named):
+    variants = {str(i): [value] for i, value in enumerate(largest)}
+    floor = noise_floor(variants, top_logits=1.0, dtype="float32")
+    assert floor.not_invariant == named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,8 @@ from ..results import Result
 from .nonfinite import largest
 
 _CHUNK = 1 << 20  # logits per chunk in float64: 8 MiB
+_NO_LAW = float(np.finfo(np.float64).max)  # the difference of a variant whose logits are no law
+_UNLIKE = 30  # times the others' difference: no re-ordering of the same function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +34,8 @@ class NoiseFloor(Result):
     dtype : str
     n_positions : int
         Positions of the shortest variant; the candidate must be judged on as many.
+    peaks : dict
+        Name of each variant -> its largest centred difference at a single token; may be empty.
     """
 
     level: float
@@ -40,6 +44,27 @@ class NoiseFloor(Result):
     ulp: float
     dtype: str
     n_positions: int
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float | None:
+        """Largest difference at a single token over all variants; None where none was measured."""
+        return largest([*self.peaks.values()]) if self.peaks else None
+
+    @property
+    def not_invariant(self) -> tuple[str, ...]:
+        """Variants that moved the logits over 30 times as far as the others did, or to NaN.
+
+        The reference does not compute the same function there, so they are no measure of noise.
+        The others' figure is the lower quartile of those that moved at all, as several variants
+        may share one cause.
+        """
+        found = []
+        for name, value in self.variants.items():
+            others = [v for n, v in self.variants.items() if n != name and v > 0]
+            if value == _NO_LAW or (others and value / _UNLIKE > np.quantile(others, 0.25)):
+                found.append(name)
+        return tuple(found)
 
     @property
     def unit(self) -> float:
@@ -66,11 +91,13 @@ class NoiseFloor(Result):
         return np.asarray(logit_rms, dtype=np.float64) / self.unit
 
     def to_frame(self) -> pd.DataFrame:
-        """Columns variant, role ("floor" or "A/A"), max_logit_rms, multiples_of_unit."""
+        """Columns variant, role ("floor" or "A/A"), max_logit_rms, max_logit_peak (NaN where it was
+        not measured), multiples_of_unit."""
         rows = [(name, "floor", value) for name, value in self.variants.items()]
         if self.self_difference is not None:
             rows.append(("unchanged", "A/A", self.self_difference))
         frame = pd.DataFrame(rows, columns=["variant", "role", "max_logit_rms"])
+        frame["max_logit_peak"] = frame["variant"].map(self.peaks).astype(float)
         return frame.assign(multiples_of_unit=frame["max_logit_rms"] / self.unit)
 
     def __str__(self) -> str:
@@ -161,17 +188,49 @@ def centred_rms(reference_logits: torch.Tensor, candidate_logits: torch.Tensor) 
     return torch.cat(pieces).cpu().numpy() if len(x) else np.empty(0)
 
 
+def centred_peak(reference_logits: torch.Tensor, candidate_logits: torch.Tensor) -> np.ndarray:
+    """Largest |d − mean(d)| over the vocabulary, of the same d as in `centred_rms`.
+
+    An RMS over 49,152 tokens hides one that moved; this does not.
+
+    Parameters
+    ----------
+    reference_logits, candidate_logits : [positions, vocab_size], logits
+
+    Returns
+    -------
+    array [positions], float64, in the unit of the logits
+
+    Examples
+    --------
+    >>> centred_peak(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, 0.0, 4.0]])).tolist()
+    [3.0]
+    """
+    x, y = torch.as_tensor(reference_logits), torch.as_tensor(candidate_logits)
+    rows = max(1, _CHUNK // max(1, x.shape[1]))
+    pieces = [
+        _centred(a.double(), b.to(a.device).double())[0].abs().amax(-1)
+        for a, b in zip(x.split(rows), y.split(rows), strict=True)
+    ]
+    return torch.cat(pieces).cpu().numpy() if len(x) else np.empty(0)
+
+
 def _centred_rms(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    centred, n = _centred(x, y)
+    return (centred.square().sum(-1) / n).sqrt()
+
+
+def _centred(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d − mean(d) [rows, vocab_size] and the tokens counted; rows of inf or NaN as documented."""
     d = y - x
     masked = torch.isneginf(x) & torch.isneginf(y)
-    d = torch.where(masked, 0.0, d)
     n = (~masked).sum(-1)
+    d = torch.where(masked, 0.0, d)
     centred = torch.where(masked, 0.0, d - (d.sum(-1) / n)[:, None])
-    rms = (centred.square().sum(-1) / n).sqrt()
     one_sided = (torch.isneginf(x) ^ torch.isneginf(y)).any(-1)
     undefined = (torch.isnan(x) | torch.isnan(y) | torch.isposinf(x) | torch.isposinf(y)).any(-1)
-    rms = torch.where(one_sided, torch.inf, rms)
-    return torch.where(undefined | (n == 0), torch.nan, rms)
+    centred = torch.where(one_sided[:, None], torch.inf, centred)
+    return torch.where((undefined | (n == 0))[:, None], torch.nan, centred), n
 
 
 def ulp_of(x: np.ndarray | float, dtype: str | torch.dtype) -> np.ndarray:

@@ -110,8 +110,9 @@ def divergences(
     Divergences
         with columns prompt_id, position, token_id, kl_reference_candidate_nats,
         kl_candidate_reference_nats, js_nats, total_variation, top1_agree, reference_top_id,
-        candidate_top_id, reference_margin (reference's top-2 logit difference), logit_rms (RMS
-        over the vocabulary of the centred logit difference). Ties go to `argmax`'s choice.
+        candidate_top_id, reference_margin (reference's top-2 logit difference), logit_rms and
+        logit_peak (RMS and largest absolute value over the vocabulary of the centred logit
+        difference). Ties go to `argmax`'s choice.
 
     Raises
     ------
@@ -228,7 +229,7 @@ def _measured(x: torch.Tensor, y: torch.Tensor, temperature: float) -> dict[str,
     laws = distances(a, b) if temperature == 1 else distances(a / temperature, b / temperature)
     top, best = a.topk(min(2, a.shape[-1]), -1).values.double(), (x.argmax(-1), y.argmax(-1))
     bad = ~(torch.isfinite(a.amax(-1)) & torch.isfinite(b.amax(-1)))  # amax lets NaN through
-    rest = {"reference_margin": top[:, 0] - top[:, -1], "logit_rms": _centred_rms(a, b)}
+    rest = {"reference_margin": top[:, 0] - top[:, -1], **_centred(a, b)}
     columns = {name: value.masked_fill(bad, math.nan) for name, value in (laws | rest).items()}
     tops = {"reference_top_id": best[0], "candidate_top_id": best[1]}
     agree = {"top1_agree": (best[0] == best[1]) & ~bad}
@@ -236,14 +237,16 @@ def _measured(x: torch.Tensor, y: torch.Tensor, temperature: float) -> dict[str,
     return {name: value.cpu() for name, value in (laws | agree | tops | rest).items()}
 
 
-def _centred_rms(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """As numerical.noise.centred_rms, in the chunk's own precision."""
+def _centred(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As numerical.noise's centred_rms and centred_peak, in the chunk's own precision."""
     both = torch.isneginf(a) & torch.isneginf(b)
     d = (b - a).masked_fill_(both, 0)
     n = a.shape[-1] - both.sum(-1, True)
     centred = d.sub_(d.sum(-1, True) / n).masked_fill_(both, 0)
-    rms = (centred.square().sum(-1).double() / n[:, 0]).sqrt()
-    return torch.where(rms.isnan(), math.inf, rms)  # −inf on one side only
+    peak = centred.abs().amax(-1).double()
+    rms = (centred.square_().sum(-1).double() / n[:, 0]).sqrt()
+    found = {"logit_rms": rms, "logit_peak": peak}  # NaN where −inf on one side only
+    return {name: torch.where(x.isnan(), math.inf, x) for name, x in found.items()}
 
 
 def _undefined(
