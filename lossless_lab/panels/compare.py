@@ -152,5 +152,5 @@ def _draw(figure: Figure, content: Content, state: dict) -> None:
     mark(along, state["position"])
     for ax in (drift, along):
         ax.minorticks_off()  # most of the time to draw a log axis
-    plots.distribution_bars(content.frames["distribution"], ax=law)
+    plots.distribution_dots(content.frames["distribution"], ax=law)
     law.set_xlabel(f"log-probability at position {state['position']} (nats)")

@@ -208,7 +208,7 @@ def _draw(figure: Figure, content: Content, state: dict) -> None:
     if not figure.axes:
         figure.add_axes((0.17, 0.13, 0.8, 0.72))
     frame = content.frames["distribution"]
-    plots.distribution_bars(frame, ax=figure.axes[0], n_tokens=10)
+    plots.distribution_dots(frame, ax=figure.axes[0], n_tokens=10)
     place = f"after prompt {frame['row'].iloc[0]}, where the two laws differ most"
     figure.axes[0].set_xlabel(f"log-probability (nats) {place}")
     words = " · ".join(content.table["level"] + " " + content.table["answer"])

@@ -1,6 +1,6 @@
 """Tidy DataFrame in, matplotlib Axes out; the only room that draws."""
 
-from .distributions import distribution_bars, distribution_scatter
+from .distributions import distribution_dots, distribution_scatter
 from .divergences import divergence_by_position, divergence_by_prompt, first_divergence
 from .labels import token_label
 from .layers import layer_drift
@@ -11,7 +11,7 @@ __all__ = [
     "COLOURS",
     "PRESETS",
     "axes",
-    "distribution_bars",
+    "distribution_dots",
     "distribution_scatter",
     "divergence_by_position",
     "divergence_by_prompt",

@@ -100,8 +100,8 @@ def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") ->
     frame = _folded(frame)
     small = (frame["near_zero"] / total).to_numpy(dtype=float)
     large = frame["share"].to_numpy(dtype=float) - small
-    for patch in list(ax.patches):
-        patch.remove()
+    for container in list(ax.containers):
+        container.remove()
     places = np.arange(len(frame))
     ax.bar(places, large, color=COLOURS["candidate"], label="value")
     ax.bar(places, small, bottom=large, color=COLOURS["floor"], label="value near 0")

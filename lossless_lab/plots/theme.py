@@ -20,6 +20,8 @@ COLOURS = {
     "total_variation": "#009E73",
     "floor": "#BDBDBD",
     "guide": "#7F7F7F",
+    "reference to float64": "#0072B2",
+    "candidate to float64": "#56B4E9",
     "float16": "#56B4E9",
     "bfloat16": "#D55E00",
     "static-cache": "#CC79A7",
