@@ -358,3 +358,22 @@ def test_the_full_simulation_is_committed_and_holds():
     table = pd.read_csv(bias.TABLE)
     assert set(table["code"]) == {bias.code()}, "run `make calibrate`: the code has changed"
     assert (table["n_repetitions"] >= 2000).all() and "FAILS" not in set(table["claim"])
+
+
+def test_groups_are_the_units_of_both_bias_tests():
+    """Positions of one document share an offset: by position it looks certain, by document not."""
+    rng = np.random.default_rng(5)
+    x = torch.from_numpy(rng.standard_normal((240, 64)))
+    documents = np.repeat(np.arange(8), 30)
+    offset = np.linspace(-0.01, 0.012, 8)[documents][:, None]
+    y = x + torch.from_numpy(offset + 1e-3 * rng.standard_normal((240, 64)))
+    by_position, by_document = (
+        tensor_difference(x, y, groups=groups) for groups in (None, documents)
+    )
+    assert by_position.shift.pvalue < 0.05 < by_document.shift.pvalue
+    means = (y - x).mean(1).numpy().reshape(8, 30).mean(1)
+    oracle = stats.ttest_1samp(means, 0)
+    assert by_document.shift.pvalue == pytest.approx(oracle.pvalue, rel=1e-9)
+    assert by_document.shift.n_units == by_document.scale.n_units == 8
+    with pytest.raises(ValueError, match="`groups` must name 240 positions; got 3"):
+        tensor_difference(x, y, groups=[0, 1, 2])

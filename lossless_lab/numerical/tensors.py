@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class TensorDifference(Result):
         Quantile (.5, .9, .99, 1) -> ULP distance of the pairs not near zero (|reference| at least
         1/64 of its RMS), exact up to 256, rounded down by at most .8 % above; NaN without pairs.
     shift, scale : BiasTest
-        Of the mean signed difference, and of Σ d·x / Σ x², each position one unit.
+        Of the mean signed difference, and of Σ d·x / Σ x², each position (or group) one unit.
     """
 
     nonfinite: Nonfinite
@@ -135,24 +135,31 @@ class TensorDifference(Result):
 
 
 def tensor_difference(
-    reference: torch.Tensor, candidate: torch.Tensor, *, dtype: str | torch.dtype | None = None
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    dtype: str | torch.dtype | None = None,
+    groups: Sequence | None = None,
 ) -> TensorDifference:
     """d = candidate − reference: extremes, RMS, SQNR = −20 log10(√Σd² / √Σx²), ULP, noise or bias.
 
     Noise or bias: two t tests over positions, of the mean signed d (a shift) and of Σ d·x / Σ x²
     (a scale; a factor on all values has no shift where they are symmetric). Errors that cancel
-    over the features of a position are not seen by either.
+    over the features of a position are not seen by either. Two fixed programs that are both right
+    may still differ by a tiny bias of their own: hold its size against that of equivalent twins.
 
     Parameters
     ----------
     reference, candidate : [..., features], any unit; all leading dimensions are positions. One
         dimension is positions of one feature each.
     dtype : of the rounding steps; the coarser of the two dtypes by default.
+    groups : [positions], the document of each: positions that share their context are no
+        independent units, documents are.
 
     Raises
     ------
     ValueError
-        When the shapes differ, or there is no element.
+        When the shapes differ, there is no element, or `groups` has another length.
 
     Notes
     -----
@@ -184,6 +191,10 @@ def tensor_difference(
             at = int(size.argmax())
             place = (row + at // a.shape[1]) * x.shape[1] + column + at % a.shape[1]
             largest[i] = max(largest[i], (float(size.flatten()[at]), place), key=lambda e: e[0])
+    if groups is not None:
+        if len(groups) != rows.shape[1]:
+            raise ValueError(f"`groups` must name {rows.shape[1]} positions; got {len(groups)}")
+        rows = pd.DataFrame(rows.T).groupby(np.asarray(groups)).sum().to_numpy().T
     n, d, dx, xx = rows
     extremes = [Extreme(v, tuple(map(int, np.unravel_index(i, shape)))) for v, i in largest]
     sums = Sums(int(n.sum()), *moments.tolist(), extremes[0].value)
