@@ -23,7 +23,7 @@ def future_key(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def visible_pads(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden keys that lie before the query: pads."""
+    """Hidden keys that lie before the query: pads, and what a sliding window has passed."""
     return (distance >= 0) & hidden
 
 
