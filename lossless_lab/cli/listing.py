@@ -50,24 +50,17 @@ def doctor(arguments: argparse.Namespace) -> None:
 def kv_cache(arguments: argparse.Namespace) -> None:
     """Bytes of a KV cache, by kind of layer, as a table or as JSON."""
     from lossless_lab import kv_cache
-    from lossless_lab.kv_cache.configs import read
 
     if arguments.config == "list":
         print(kv_cache.models().to_string(index=False))
         return
-    try:
-        config = read(arguments.config)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`config` {arguments.config} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"`config` {arguments.config} must hold a JSON object; got {config!r:.40}")
+    names = ("engine", "encoder_len", "state_dtype", "draft", "num_beams", "tensor_parallel")
     size = kv_cache.kv_cache_bytes(
-        config,
+        arguments.config,
         seq_len=arguments.context,
         batch_size=arguments.batch,
-        dtype=arguments.dtype,
-        engine=arguments.engine,
-        tensor_parallel=arguments.tp,
+        dtype=arguments.dtype.split(",") if "," in arguments.dtype else arguments.dtype,
+        **{name: getattr(arguments, name) for name in names},
     )
     print(_as_json(size) if arguments.format == "json" else _as_text(size))
 

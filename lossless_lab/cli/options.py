@@ -159,17 +159,23 @@ def _add_kv_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         default="bfloat16",
-        help="of keys and values: bfloat16, fp8, q8_0, … (%(default)s)",
+        metavar="FORMAT[,FORMAT]",
+        help="of keys and values, two where they differ: bfloat16, fp8, q8_0,f16, … (%(default)s)",
     )
     parser.add_argument(
         "--engine",
         metavar="NAME",
-        help="whose reservation, such as 'vllm 0.11' or 'llama.cpp -ub 256'; "
+        help="whose reservation, such as 'vllm 0.11' or 'llama.cpp b6500 -c 8192 -ctk q8_0'; "
         "without it what the tokens need",
     )
-    parser.add_argument(
-        "--tp", type=_count, default=1, help="GPUs that share a layer (%(default)s)"
-    )
+    gpus = {"dest": "tensor_parallel", "help": "GPUs that share a layer (%(default)s)"}
+    parser.add_argument("--tp", type=_count, default=1, metavar="GPUS", **gpus)
+    parser.add_argument("--beams", type=_count, default=1, dest="num_beams", help="(%(default)s)")
+    text = "positions that cross-attention holds, where the config does not say"
+    parser.add_argument("--encoder-len", type=_count, metavar="TOKENS", help=text)
+    parser.add_argument("--draft", metavar="CONFIG", help="of a draft model with its own cache")
+    text = "of recurrent states: float32, bfloat16, … (the engine's own)"
+    parser.add_argument("--state-dtype", metavar="DTYPE", help=text)
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
 

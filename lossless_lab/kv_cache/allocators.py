@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lossless_lab.kv_cache.checks import checked, kinds_of
-from lossless_lab.kv_cache.configs import CannotEstimate
+from lossless_lab.kv_cache.checks import checked, kinds_of, require
 from lossless_lab.kv_cache.formats import FORMATS, Format, storage_format, storage_formats
 from lossless_lab.kv_cache.geometry import Geometry, Layer
+from lossless_lab.kv_cache.sizes import CannotEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Part:
         unit = "sequences" if self.kind == "state" else "cells"
         product = self.n_layers * self.row_bytes * self.cells
         text = f"{self.n_layers} layers x {self.row_bytes:,} B{self.widths} x {self.cells:,} {unit}"
-        return text if product == self.bytes else f"({text}: {self.bytes:,} B)"
+        return text if product == self.bytes else f"{text}, kept as {self.bytes:,} B"
 
 
 def ceil_to(n, multiple):
@@ -55,7 +55,9 @@ def ceil_to(n, multiple):
 
 
 def at_most(n, limit):
-    """The smaller of n, which may be an array, and a limit."""
+    """The smaller of n, which may be an array, and a limit if there is one."""
+    if limit is None:
+        return n
     return min(n, limit) if isinstance(n, int) else np.minimum(n, limit)
 
 
@@ -82,12 +84,10 @@ class Allocator:
         """K's and V's formats: what a launch flag says, else `dtype`; refused where unknown."""
         key, value = storage_formats(dtype)
         found = storage_format(self.key_dtype or key), storage_format(self.value_dtype or value)
-        for kept in found:
-            if self.formats and kept.name not in self.formats.split():
-                raise ValueError(
-                    f"`dtype` {kept.name} is no cache format of {self.name}, which has"
-                    f" {', '.join(self.formats.split())}"
-                )
+        known = self.formats.split()
+        for kept in found if known else ():
+            said = f"`dtype` {kept.name} is no cache format of {self.name}, which has"
+            require(kept.name in known, f"{said} {', '.join(known)}")
         return found
 
     def with_draft(self, shape: Geometry, draft: Geometry | None) -> list[Geometry]:
@@ -102,17 +102,13 @@ class Allocator:
         """Tokens that one sequence needs in such a layer."""
         if layer.kind == "cross":
             return self.encoder_tokens(request)
-        if layer.window is None:
-            return request.seq_len
         return at_most(request.seq_len, layer.window)
 
     def encoder_tokens(self, request):
         """Encoder positions, which the request must state where the config does not."""
-        if request.encoder_len is None:
-            raise CannotEstimate(
-                "the model has cross-attention layers; `encoder_len` must say how many encoder"
-                " (or image) positions they hold"
-            )
+        said = "`encoder_len` must say how many encoder (or image) positions they hold"
+        said = f"the model has cross-attention layers; {said}"
+        require(request.encoder_len is not None, said, CannotEstimate)
         return request.encoder_len
 
     def widths(self, layer: Layer) -> tuple[int, int, int]:
@@ -132,8 +128,9 @@ class Allocator:
             if key.name == "fp8_ds_mla" or (sparse and key.name.startswith("fp8")):
                 return scaled + 2 * layer.value_dim  # rope stays in 16 bits
             value = key  # latent and rope are one vector, in one format
-        elif layer.kind != "indexer" and "fp8_ds_mla" in (key.name, value.name):
-            raise ValueError(f"`dtype` fp8_ds_mla is for MLA latents, not for {layer.kind} layers")
+        elif layer.kind != "indexer":
+            said = f"`dtype` fp8_ds_mla is for MLA latents, not for {layer.kind} layers"
+            require("fp8_ds_mla" not in (key.name, value.name), said)
         return key.row_bytes(heads, key_dim) + value.row_bytes(heads, value_dim)
 
     def columns(self, kernel: int, layer: Layer) -> int:
@@ -142,14 +139,13 @@ class Allocator:
 
     def state_bytes(self, layer: Layer, request: Request) -> int:
         """Bytes of one layer's states for one sequence on one GPU."""
-        total = 0
-        model = request.key_format if request.key_format.bits in (16, 32, 64) else FORMATS["bf16"]
+        total, key = 0, request.key_format
+        model = key.name if key.bits in (16, 32, 64) else "bf16"
         for state in layer.states:
-            dtype = request.state_dtype or self.state_dtype(state)
-            size = FORMATS[dtype].block_bytes if dtype else model.block_bytes
+            dtype = request.state_dtype or self.state_dtype(state) or model
             columns = self.columns(state.shape[-1], layer) if state.name == "conv" else 0
             elements = state.elements(columns=columns, tensor_parallel=request.tensor_parallel)
-            total += int(elements * size)
+            total += elements * FORMATS[dtype].block_bytes
         return total
 
     def state_dtype(self, state) -> str | None:
@@ -172,15 +168,11 @@ class Allocator:
         grows = not state and layer.kind != "cross"
         grows = grows and (layer.window is None or request.seq_len < layer.window)
         return Part(
-            kind=layer.kind,
-            n_layers=n_layers,
-            row_bytes=row,
-            cells=cells,
-            bytes=n_layers * row * cells,
+            kind=layer.kind, n_layers=n_layers, row_bytes=row, cells=cells,
+            bytes=n_layers * row * cells, bytes_per_token=n_layers * row * grows,
             stored_bytes=n_layers * row * needed * request.n_sequences,
-            bytes_per_token=n_layers * row * grows,
             widths="" if state else " ({} x ({} + {}))".format(*self.widths(layer)),
-        )
+        )  # fmt: skip
 
 
 def shard(kv_heads: int, tensor_parallel: int, n_heads: int, kind: str) -> int:
@@ -191,15 +183,11 @@ def shard(kv_heads: int, tensor_parallel: int, n_heads: int, kind: str) -> int:
     >>> [shard(8, tp, 64, "full") for tp in (1, 4, 16)]
     [8, 2, 1]
     """
-    if n_heads % tensor_parallel:
-        raise ValueError(
-            f"`tensor_parallel` {tensor_parallel} does not divide the {n_heads} attention heads"
-        )
+    said = f"`tensor_parallel` {tensor_parallel}"
+    require(n_heads % tensor_parallel == 0, f"{said} does not divide the {n_heads} attention heads")
     if kv_heads == 1:
         return kv_heads  # MQA and MLA's latent are whole on every GPU
-    if max(kv_heads, tensor_parallel) % min(kv_heads, tensor_parallel):
-        raise ValueError(
-            f"`tensor_parallel` {tensor_parallel} neither divides nor is a multiple of the"
-            f" {kv_heads} KV heads of the {kind} layers"
-        )
+    whole = max(kv_heads, tensor_parallel) % min(kv_heads, tensor_parallel) == 0
+    said += f" neither divides nor is a multiple of the {kv_heads} KV heads of the {kind} layers"
+    require(whole, said)
     return max(1, kv_heads // tensor_parallel)

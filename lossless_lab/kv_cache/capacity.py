@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 
 from lossless_lab.kv_cache.allocators import Request
-from lossless_lab.kv_cache.checks import Count, Positive, Share, checks_options, counts
-from lossless_lab.kv_cache.configs import CannotEstimate, bundled, names
+from lossless_lab.kv_cache.checks import Count, Positive, Share, checks_options, counts, require
+from lossless_lab.kv_cache.configs import bundled, names
 from lossless_lab.kv_cache.engines import engine
 from lossless_lab.kv_cache.formats import storage_format
 from lossless_lab.kv_cache.geometry import geometry
+from lossless_lab.kv_cache.sizes import CannotEstimate
 from lossless_lab.kv_cache.sizing import binary, kv_cache_bytes
 from lossless_lab.results import Result
 
@@ -132,8 +133,7 @@ def capacity(
     if activations is None:
         activations = activation_bytes(config, batch_size=batch_size)
     shape = geometry(config)
-    reserved = memory_bytes - int(memory_bytes * utilization)
-    overhead = activations + framework_bytes + reserved
+    overhead = activations + framework_bytes + memory_bytes - int(memory_bytes * utilization)
     room = memory_bytes - weights - overhead
 
     def cache_bytes(n_tokens, n_requests):
@@ -142,15 +142,12 @@ def capacity(
 
     longest = _largest(lambda n: cache_bytes(n, batch_size) <= room, LONGEST)
     return Capacity(
-        model=config if isinstance(config, str) else shape.model_type,
-        memory_bytes=memory_bytes,
-        weights_bytes=weights,
-        overhead_bytes=overhead,
+        model=config if isinstance(config, str) else shape.model_type, seq_len=seq_len,
+        memory_bytes=memory_bytes, weights_bytes=weights, overhead_bytes=overhead,
         cache_bytes=cache_bytes(seq_len, batch_size),
         max_requests=_largest(lambda n: cache_bytes(seq_len, n) <= room, LONGEST),
         max_seq_len=None if longest == LONGEST else longest,
-        seq_len=seq_len,
-    )
+    )  # fmt: skip
 
 
 def _largest(fits, limit: int) -> int:
@@ -223,25 +220,23 @@ def sweep(
     batches = counts("batch_sizes", batch_sizes)[None, :]
     rules = engine(engine_name, **options)
     models = [c if isinstance(c, str) else geometry(c).model_type for c in configs]
-    if len(set(models)) < len(models):
-        raise ValueError(f"`configs` must have distinct names; received {', '.join(models)}")
+    distinct = len(set(models)) == len(models)
+    require(distinct, f"`configs` must have distinct names; received {', '.join(models)}")
     formats = [rules.formats_of(dtype) for dtype in dtypes]
     cells = lengths.size * batches.size
     total = np.zeros((len(models), len(formats), cells), dtype=np.int64)
-    asked = Request(
-        seq_len=lengths, n_sequences=batches, tensor_parallel=tensor_parallel,
-        key_format=None, value_format=None,
-    )  # fmt: skip
     for i, config in enumerate(configs):
-        shape = geometry(config)
+        (shape,) = rules.with_draft(geometry(config), None)
         for j, (key, value) in enumerate(formats):
-            request = replace(asked, key_format=key, value_format=value)
-            request = replace(request, encoder_len=encoder_len or shape.outline.encoder_len)
-            (model,) = rules.with_draft(shape, None)
-            longest = replace(request, seq_len=max(seq_lens), n_sequences=max(batch_sizes))
-            if sum(part.bytes for part in rules.parts(model, longest)) >= 2**63:
-                raise ValueError(f"the cache of {models[i]} at the largest sizes exceeds int64")
-            for part in rules.parts(model, request):
+            request = Request(
+                seq_len=lengths, n_sequences=batches, tensor_parallel=tensor_parallel,
+                key_format=key, value_format=value,
+                encoder_len=encoder_len or shape.outline.encoder_len,
+            )  # fmt: skip
+            most = replace(request, seq_len=int(lengths.max()), n_sequences=int(batches.max()))
+            largest = sum(part.bytes for part in rules.parts(shape, most))
+            require(largest < 2**63, f"the largest cache of {models[i]} exceeds int64")
+            for part in rules.parts(shape, request):
                 total[i, j] += np.broadcast_to(part.bytes, (lengths.size, batches.size)).ravel()
     blocks = len(models) * len(formats)
     codes = np.repeat(np.arange(blocks, dtype=np.int32), cells)

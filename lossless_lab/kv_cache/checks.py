@@ -31,6 +31,12 @@ FloatDtype = Literal[
 ]
 
 
+def require(holds: Any, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` with that message unless the condition holds."""
+    if not holds:
+        raise error(message)
+
+
 def checked(name: str, value: Any, kind: Any, place: str = "") -> Any:
     """`value` as an option of that kind; a kind that is none of those above lets all pass.
 
@@ -46,14 +52,13 @@ def checked(name: str, value: Any, kind: Any, place: str = "") -> Any:
     if known is Annotated:
         found, rule = rules[1](value), rules[2]
     elif known is Literal:
-        found = value if any(value is x or str(value) == str(x) for x in rules) else None
+        found = next((x for x in rules if type(x) is type(value) and x == value), None)
         rule = f"be one of {', '.join(map(str, rules))}"
     elif kinds[0] is bool:
         found, rule = value if isinstance(value, bool) else None, "be True or False"
     else:
         return value
-    if found is None:
-        raise ValueError(f"`{name}` must {rule}; received {value!r}{place}")
+    require(found is not None, f"`{name}` must {rule}; received {value!r}{place}")
     return found
 
 
@@ -77,6 +82,6 @@ def checks_options(function: Callable) -> Callable:
 def counts(name: str, values) -> np.ndarray:
     """A sequence of positive integers below 2^31 as int64; anything else in it is refused."""
     listed = [checked(name, value, Positive) for value in np.asarray(values).ravel().tolist()]
-    if listed and max(listed) >= 2**31:
-        raise ValueError(f"`{name}` must stay below 2,147,483,648; received {max(listed):,}")
+    largest = max(listed, default=0)
+    require(largest < 2**31, f"`{name}` must stay below 2,147,483,648; received {largest:,}")
     return np.array(listed, dtype=np.int64)

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
-from lossless_lab.kv_cache.checks import Count, Positive
-from lossless_lab.kv_cache.configs import CannotEstimate
+from lossless_lab.kv_cache.checks import Count, Positive, require
+from lossless_lab.kv_cache.sizes import CannotEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +29,24 @@ class Transformers(Allocator):
 
     def __post_init__(self):
         Allocator.__post_init__(self)
-        if self.cache == "quanto" and self.nbits not in (2, 4):
-            raise ValueError(f"`nbits` of quanto must be 2 or 4; received {self.nbits}")
+        known = self.cache != "quanto" or self.nbits in (2, 4)
+        require(known, f"`nbits` of quanto must be 2 or 4; received {self.nbits}")
 
     def tokens(self, layer, request):
         """A window keeps window - 1 tokens between forwards; a static one keeps all of it."""
         if layer.kind == "cross":
             return self.encoder_tokens(request)
         if self.cache == "static":
-            allocated = self.max_cache_len or request.seq_len
-            if self.max_cache_len and request.seq_len > allocated:
-                raise ValueError(f"`seq_len` {request.seq_len} exceeds `max_cache_len` {allocated}")
-            return allocated if layer.window is None else at_most(allocated, layer.window)
-        if layer.window is None:
-            return request.seq_len
-        return at_most(request.seq_len, layer.window - 1)
+            allocated, asked = self.max_cache_len or request.seq_len, request.seq_len
+            fits = np.all(asked <= allocated)
+            require(fits, f"`seq_len` {asked} exceeds `max_cache_len` {allocated}")
+            return at_most(allocated, layer.window)
+        return at_most(request.seq_len, layer.window and layer.window - 1)
 
     def widths(self, layer):
         """MLA stays compressed; Falcon's grouped heads are repeated before they are kept."""
-        if layer.expanded and layer.kind != "latent":
-            return layer.expanded
-        return Allocator.widths(self, layer)
+        repeated = layer.expanded and layer.kind != "latent"
+        return layer.expanded if repeated else Allocator.widths(self, layer)
 
     def columns(self, kernel, layer):
         """A convolution keeps its whole kernel; Griffin's own module keeps kernel - 1."""
@@ -61,32 +58,26 @@ class Transformers(Allocator):
         part = Allocator.part(self, layer, n_layers, geometry, request)
         if self.cache in ("dynamic", "static"):
             return part
-        if layer.kind not in ("full", "latent"):
-            raise CannotEstimate(f"transformers refuses a quantised cache for {layer.kind} layers")
+        said = f"transformers refuses a quantised cache for {layer.kind} layers"
+        require(layer.kind in ("full", "latent"), said, CannotEstimate)
         return replace(part, bytes=n_layers * self._quantised_bytes(layer, request))
 
     def _quantised_bytes(self, layer, request):
         """Bytes of one layer: whole groups of the flattened K or V, and the residual tokens."""
-        prefill = request.seq_len if self.prefill_len is None else self.prefill_len
-        if prefill > request.seq_len:
-            raise ValueError(f"`prefill_len` {prefill} exceeds `seq_len` {request.seq_len}")
-        wide = request.key_format.block_bytes
+        asked, wide = request.seq_len, request.key_format.block_bytes
+        prefill = self.prefill_len or asked
+        require(prefill <= asked, f"`prefill_len` {prefill} exceeds `seq_len` {asked}")
         rows = request.n_sequences * layer.n_kv_heads
-        total = 0
+        if self.cache == "fp8":  # one float32 scale for the whole tensor
+            return rows * asked * (layer.key_dim + layer.value_dim) + 8
+        residual, total = (asked - prefill) % self.residual_length, 0
         for width in (layer.key_dim, layer.value_dim):
-            if self.cache == "fp8":  # one float32 scale for the whole tensor
-                total += rows * request.seq_len * width + 4
-                continue
-            residual = (request.seq_len - prefill) % self.residual_length
-            elements = rows * (request.seq_len - residual) * width
+            elements = rows * (asked - residual) * width
             groups, rest = divmod(elements, self.group_size)
-            if rest:
-                raise CannotEstimate(
-                    f"`group_size` {self.group_size} does not divide the {elements} elements of K"
-                )
-            scales = groups * 2 * wide
-            total += elements * self.nbits // 8 + scales + rows * residual * width * wide
-        return int(total)
+            said = f"`group_size` {self.group_size} does not divide the {elements} elements of K"
+            require(not rest, said, CannotEstimate)
+            total += elements * self.nbits // 8 + (groups * 2 + rows * residual * width) * wide
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +122,12 @@ class LlamaCpp(Allocator):
         n = request.n_sequences
         streams = 1 if self.kv_unified or self.build < 6000 else n
         context = request.seq_len * (n // streams) if self.n_ctx is None else self.n_ctx // streams
-        if np.any(context < request.seq_len):
-            raise ValueError(
-                f"`seq_len` {request.seq_len} exceeds the {context} cells that `n_ctx`"
-                f" {self.n_ctx} leaves a sequence"
-            )
+        said = f"`seq_len` {request.seq_len} exceeds the {context} cells that `n_ctx` {self.n_ctx}"
+        require(np.all(context >= request.seq_len), f"{said} leaves a sequence")
         context = ceil_to(context, self.padding)
         if layer.kind == "cross":
             return 0  # encoder outputs are read anew, not cached
-        if not self._windowed(layer):
+        if layer.window is None or not self.windows:
             return streams * context
         if self.swa_cells is not None:
             return streams * self.swa_cells
@@ -151,8 +139,10 @@ class LlamaCpp(Allocator):
             return streams * ceil_to(at_most(context, window), 256)
         return streams * at_most(context, ceil_to(window, self.padding))
 
-    def _windowed(self, layer):
-        return layer.window is not None and not self.swa_full and self.build >= 5429
+    @property
+    def windows(self) -> bool:
+        """Whether windows have a cache of their own, as since May 2025."""
+        return not self.swa_full and self.build >= 5429
 
     def parts(self, geometry, request):
         """Only interleaved windows have a cache of their own; models that slide in every layer
@@ -180,7 +170,7 @@ class LlamaCpp(Allocator):
             return layer.expanded
         if layer.kind == "latent" and self.build < 7833:
             return 1, layer.key_dim + layer.value_dim, layer.key_dim
-        return layer.n_kv_heads, layer.key_dim, layer.value_dim
+        return Allocator.widths(self, layer)
 
     def state_dtype(self, state):
         """Convolution and recurrent states are both float32."""
@@ -194,10 +184,8 @@ def _padder(layers):
     def padded(layer):
         if layer.expanded or not layer.value_dim:
             return layer
-        if widest % layer.n_kv_heads:
-            raise CannotEstimate(
-                f"V of {widest} elements cannot be laid out in {layer.n_kv_heads} heads"
-            )
+        said = f"V of {widest} elements cannot be laid out in {layer.n_kv_heads} heads"
+        require(widest % layer.n_kv_heads == 0, said, CannotEstimate)
         return replace(layer, value_dim=widest // layer.n_kv_heads)
 
     return padded
@@ -211,6 +199,7 @@ class IkLlamaCpp(LlamaCpp):
     source: ClassVar[str] = "ik_llama.cpp src/llama.cpp (llama_kv_cache_init), Aug 2026"
     formats: ClassVar[str] = LlamaCpp.formats + " q6_0"
     pads_values: ClassVar[bool] = False
+    windows: ClassVar[bool] = False
     mla_mode: Literal[0, 1, 2, 3] = 3
 
     @property
@@ -218,16 +207,13 @@ class IkLlamaCpp(LlamaCpp):
         """256 cells with flash attention, else 32."""
         return 256 if self.flash_attn else 32
 
-    def _windowed(self, layer):
-        return False
-
     def widths(self, layer):
         """-mla 0 expands the heads; 1 keeps a transposed latent beside unless flash attention."""
         if layer.kind == "latent" and (self.mla_mode == 0 or not self.mla):
             return layer.expanded
         if layer.kind == "latent" and self.mla_mode == 1 and not self.flash_attn:
             return 1, layer.key_dim + layer.value_dim, layer.key_dim
-        return layer.n_kv_heads, layer.key_dim, layer.value_dim
+        return Allocator.widths(self, layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

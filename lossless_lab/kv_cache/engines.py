@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, replace
 
 from lossless_lab.kv_cache.allocators import Allocator
-from lossless_lab.kv_cache.checks import kinds_of
+from lossless_lab.kv_cache.checks import kinds_of, require
 from lossless_lab.kv_cache.contiguous import Ggml, IkLlamaCpp, LlamaCpp, Transformers, WhisperCpp
 from lossless_lab.kv_cache.paged import VLLM, SGLang, TensorRT
 
@@ -69,24 +69,20 @@ def engine(text, **options) -> Allocator:
     >>> engine("llama.cpp b6500 -ub 256").n_ubatch
     256
     """
-    if text is not None and not isinstance(text, (str, Allocator)):
-        raise ValueError(f"`engine` must be a name or None; received {text!r}")
+    named = text is None or isinstance(text, (str, Allocator))
+    require(named, f"`engine` must be a name or None; received {text!r}")
     cls, found = _read(text) if isinstance(text, str) else (type(text or Allocator()), {})
     known = sorted(field.name for field in fields(cls))
     for name in options:
-        if name not in known:
-            raise TypeError(
-                f"`{name}` is not an option of engine {cls.name!r};"
-                f" its options are {', '.join(known)}"
-            )
+        said = f"`{name}` is not an option of engine {cls.name!r}; its options are"
+        require(name in known, f"{said} {', '.join(known)}", TypeError)
     return replace(text, **options) if isinstance(text, Allocator) else cls(**{**found, **options})
 
 
 def _read(text):
     """The engine's class, and the options that its version and flags set."""
     match = _TEXT.match(text)
-    if match is None:
-        raise ValueError(f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
+    require(match, f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
     cls = _NAMES[match["name"].lower()]
     found = {"version": match["version"] or ""}
     if cls is Transformers and "staticcache" in text.lower():
@@ -97,22 +93,16 @@ def _read(text):
     while words:
         word = words.pop(0)
         if not re.match(r"--?[a-zA-Z]", word):
-            if re.search(r"\d+\.\d|\d{4}|^b\d", word):  # words may describe, but not hide a version
-                raise ValueError(
-                    f"`engine` {text!r}: {word!r} is not understood; a version stands right after"
-                    f" the name, as in '{cls.name} 0.11' or '{cls.name} b6500'"
-                )
+            hidden = re.search(r"\d+\.\d|\d{4}|^b\d", word)  # other words may describe
+            said = f"`engine` {text!r}: {word!r} is not understood; a version stands right after"
+            require(not hidden, f"{said} the name, as in '{cls.name} 0.11' or '{cls.name} b6500'")
             continue
         valued = words and not re.match(r"--?[a-zA-Z]", words[0])
         value = "off" if word in _UNSET else words.pop(0) if valued else "on"
         for name in (_UNSET | FLAGS).get(word, word.lstrip("-").replace("-", "_")).split():
-            if name not in known:
-                said = [
-                    f"; say it with {k}" for k, flags in _ELSEWHERE.items() if word in flags.split()
-                ]
-                raise ValueError(
-                    f"`engine` flag {word} is not known to change {cls.name}'s cache{''.join(said)}"
-                )
+            say = [f"; say it with {k}" for k, v in _ELSEWHERE.items() if word in v.split()]
+            said = f"`engine` flag {word} is not known to change {cls.name}'s cache"
+            require(name in known, "".join((said, *say)))
             found[name] = _value(value, kinds_of(cls)[name])
     return cls, found
 
@@ -120,8 +110,8 @@ def _read(text):
 def _value(text, kind):
     """A flag's text as a switch, a number, or else the text; the option's check does the rest."""
     if kind is bool:
-        return {"1": True, "on": True, "true": True, "auto": True, "0": False, "off": False,
-                "false": False}.get(text.lower(), text)  # fmt: skip
+        switch = {**dict.fromkeys(["1", "on", "true", "auto"], True)}
+        return (switch | dict.fromkeys(["0", "off", "false"], False)).get(text.lower(), text)
     for number in (int, float):
         try:
             return number(text)

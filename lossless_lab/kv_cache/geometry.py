@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 import pandas as pd
 
 from lossless_lab.kv_cache import configs
-from lossless_lab.kv_cache.configs import CannotEstimate, field, needed
+from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.sizes import CannotEstimate, field, needed
 from lossless_lab.kv_cache.states import State, states
 from lossless_lab.results import Result
 
@@ -121,32 +122,26 @@ def geometry(config) -> Geometry:
 def _describe(config):
     """The geometry of anything that `configs.resolve` can read."""
     family, outer, text, assumed, fields = configs.resolve(config)
-    if text.model_type in _REFUSED:
-        raise CannotEstimate(f"model_type {text.model_type!r}: {_REFUSED[text.model_type]}")
-    if not _generates(outer, text):
-        raise CannotEstimate(
-            f"model_type {text.model_type!r} is not one of transformers' text generators"
-        )
+    said = f"model_type {text.model_type!r}"
+    refused = _REFUSED.get(text.model_type)
+    require(refused is None, f"{said}: {refused}", CannotEstimate)
+    named = _generates(outer, text)
+    require(named, f"{said} is not one of transformers' text generators", CannotEstimate)
     layers = tuple(_layers(text))
     if outer.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         layers += tuple(_attention(text, x.index, "cross") for x in layers if x.kind != "state")
     stated = {"max_position_embeddings", text.attribute_map.get("max_position_embeddings")}
+    mtp = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    outline = Outline(
+        hidden_size=field(text, "hidden_size", "d_model", default=0),
+        vocab_size=field(text, "vocab_size", default=0), n_mtp_layers=field(text, *mtp, default=0),
+        encoder_len=field(text, "max_source_positions"),
+        context_limit=next((fields[name] for name in stated if fields.get(name)), None),
+    )  # fmt: skip
     return Geometry(
-        model_type=family,
-        layers=layers,
-        n_layers=len(_layer_types(text)),
-        n_heads=field(_of_layer(text, 0), *_HEADS, default=0),
-        outline=Outline(
-            hidden_size=field(text, "hidden_size", "d_model", default=0),
-            vocab_size=field(text, "vocab_size", default=0),
-            encoder_len=field(text, "max_source_positions"),
-            context_limit=next((fields[name] for name in stated if fields.get(name)), None),
-            n_mtp_layers=field(
-                text, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=0
-            ),
-        ),
-        assumed=tuple(assumed.items()),
-    )
+        model_type=family, layers=layers, n_layers=len(_layer_types(text)), outline=outline,
+        n_heads=field(_of_layer(text, 0), *_HEADS, default=0), assumed=tuple(assumed.items()),
+    )  # fmt: skip
 
 
 _of_name = functools.cache(_describe)
@@ -210,8 +205,9 @@ def _layers(text):
     """The cached things of every decoder layer, in order."""
     crossed = getattr(text, "cross_attention_layers", None) or ()
     for index, kind in enumerate(_layer_types(text)):
-        if kind not in (*_ATTENTION, *_STATES, "moe", "mlp", "shared"):
-            raise CannotEstimate(f"no rule for layer {index} of {text.model_type!r}: {kind!r}")
+        said = f"no rule for layer {index} of {text.model_type!r}: {kind!r}"
+        ruled = kind in (*_ATTENTION, *_STATES, "moe", "mlp", "shared")
+        require(ruled, said, CannotEstimate)
         if kind in _ATTENTION:
             yield _attention(text, index, "cross" if index in crossed else _ATTENTION[kind])
         if kind in _STATES:
@@ -243,11 +239,9 @@ def _kv_heads(config, kind):
     """KV heads of a layer, whatever the family calls them."""
     family = config.model_type
     heads = needed(config, *_HEADS)
-    if family == "falcon":
-        if config.new_decoder_architecture:
-            return config.num_kv_heads
-        return 1 if config.multi_query else heads
-    if family == "gpt_bigcode":
+    if family == "falcon" and config.new_decoder_architecture:
+        return config.num_kv_heads
+    if family in ("falcon", "gpt_bigcode"):
         return 1 if config.multi_query else heads
     if family == "dbrx":
         return config.attn_config.kv_n_heads
@@ -264,8 +258,6 @@ def _head_dim(config, kind):
         return stated
     width = needed(config, "hidden_size", "d_model", "n_embd")
     heads = needed(config, *_HEADS)
-    if width % heads:
-        raise CannotEstimate(
-            f"`head_dim` is missing and `hidden_size` {width} is no multiple of the {heads} heads"
-        )
+    said = f"`head_dim` is missing and `hidden_size` {width} is no multiple of the {heads} heads"
+    require(width % heads == 0, said, CannotEstimate)
     return width // heads

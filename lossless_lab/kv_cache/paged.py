@@ -8,8 +8,8 @@ from math import lcm
 from typing import ClassVar, Literal
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
-from lossless_lab.kv_cache.checks import Count, FloatDtype, Positive, Share
-from lossless_lab.kv_cache.configs import CannotEstimate
+from lossless_lab.kv_cache.checks import Count, FloatDtype, Positive, Share, require
+from lossless_lab.kv_cache.sizes import CannotEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class VLLM(Allocator):
             return (2 if self.mamba_cache_mode == "align" else 1) + self.n_speculative_tokens
         if layer.kind == "cross":
             return -(-self.encoder_tokens(request) // block)
-        if layer.window is None or self.flat:
+        if layer.window is None:
             return -(-request.seq_len // block)
         if self.release < (0, 8):  # V0 kept a sequence's last window of blocks
             return -(-at_most(request.seq_len, layer.window) // block)
@@ -146,7 +146,7 @@ class VLLM(Allocator):
     def parts(self, geometry, request):
         """Pages of one size for all groups of layers; groups are padded to one number of layers."""
         windows = {x.window for x in geometry.layers if x.kind not in ("state", "cross")}
-        if len(windows) > 1 and (self.flat or self.release < (0, 10)):
+        if self.flat or (len(windows) > 1 and self.release < (0, 10)):
             geometry = geometry.without_windows()
         base = self.hybrid_block_size(geometry, request)
         groups = dict(geometry.groups())
@@ -159,8 +159,8 @@ class VLLM(Allocator):
         parts = []
         for layer, part in rows.items():
             wide = grouped and layer.kind != "state"
-            if wide and page % pages[layer]:
-                raise CannotEstimate(f"vLLM cannot unify pages of {pages[layer]} and {page} bytes")
+            said = f"vLLM cannot unify pages of {pages[layer]} and {page} bytes"
+            require(not wide or page % pages[layer] == 0, said, CannotEstimate)
             block = base * (page // pages[layer]) if wide else base
             blocks = self.n_blocks or request.n_sequences * self.blocks(layer, block, request)
             bought = page if grouped or layer.kind == "state" else pages[layer]

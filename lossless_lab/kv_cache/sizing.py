@@ -140,15 +140,10 @@ def kv_cache_bytes(
     shape, notes = _stated(config if isinstance(config, Geometry) else geometry(config), rules)
     key_format, value_format = rules.formats_of(dtype)
     request = Request(
-        seq_len=seq_len,
-        n_sequences=batch_size * num_beams,
-        key_format=key_format,
-        value_format=value_format,
-        encoder_len=encoder_len or shape.outline.encoder_len,
-        state_dtype=state_dtype,
-        tensor_parallel=tensor_parallel,
-        num_beams=num_beams,
-    )
+        seq_len=seq_len, n_sequences=batch_size * num_beams, num_beams=num_beams,
+        key_format=key_format, value_format=value_format, state_dtype=state_dtype,
+        encoder_len=encoder_len or shape.outline.encoder_len, tensor_parallel=tensor_parallel,
+    )  # fmt: skip
     models = rules.with_draft(shape, None if draft is None else geometry(draft))
     parts = [part for model in models for part in rules.parts(model, request)]
     if len(models) > 1 or models[0] != shape:
@@ -156,17 +151,12 @@ def kv_cache_bytes(
     limit = shape.outline.context_limit
     if limit and seq_len > limit:
         notes += (f"the model was made for at most {limit:,} tokens",)
-    names = dict.fromkeys((request.key_format.name, request.value_format.name))
     return KVCacheSize(
-        model_type=shape.model_type,
-        parts=tuple(parts),
-        seq_len=seq_len,
-        n_sequences=request.n_sequences,
-        dtype=" + ".join(names),
+        model_type=shape.model_type, parts=tuple(parts), seq_len=seq_len, notes=notes,
+        n_sequences=request.n_sequences, tensor_parallel=tensor_parallel,
+        dtype=" + ".join(dict.fromkeys((key_format.name, value_format.name))),
         engine=f"{rules.name} {rules.version}".strip(),
-        tensor_parallel=tensor_parallel,
-        notes=notes,
-    )
+    )  # fmt: skip
 
 
 def _stated(shape, rules):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from lossless_lab.kv_cache.configs import CannotEstimate, needed
+from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.sizes import CannotEstimate, needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,8 @@ class State:
         size = self.shape[0]
         if self.n_groups % tensor_parallel:
             size += (tensor_parallel - self.n_groups) * self.group_channels
-        if size % tensor_parallel:
-            raise ValueError(
-                f"`tensor_parallel` {tensor_parallel} does not divide the {size} channels or heads"
-                f" of the {self.name} state"
-            )
+        said = f"does not divide the {size} channels or heads of the {self.name} state"
+        require(size % tensor_parallel == 0, f"`tensor_parallel` {tensor_parallel} {said}")
         rest = self.shape[1:] if self.name == "recurrent" else (columns,)
         return size // tensor_parallel * prod(rest)
 
@@ -112,6 +110,6 @@ _RULES = {name: rule for rule, names in _FAMILIES.items() for name in names.spli
 
 def states(config) -> tuple[State, ...]:
     """The state tensors of one such layer, for one request."""
-    if config.model_type not in _RULES:
-        raise CannotEstimate(f"the layer states of model_type {config.model_type!r} are unknown")
+    said = f"the layer states of model_type {config.model_type!r} are unknown"
+    require(config.model_type in _RULES, said, CannotEstimate)
     return _RULES[config.model_type](config)

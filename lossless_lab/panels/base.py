@@ -21,6 +21,7 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from lossless_lab.panels.keyboard import keyboard
 from lossless_lab.plots import style
 from lossless_lab.plots.labels import make_drawable
 from lossless_lab.results import Result
@@ -90,7 +91,9 @@ class Panel(ipywidgets.VBox):
         self._image = ipywidgets.Image(format="png", layout={**shape, "align_self": "flex-start"})
         buttons = [self._button(label, action) for label, action in (actions or {}).items()]
         rows = [*self.controls.values(), *buttons]
-        super().__init__([ipywidgets.VBox(rows), self._note, self._answer, self._image])
+        children = [ipywidgets.VBox(rows), self._note, self._answer, self._image, keyboard()]
+        super().__init__(children)
+        self.add_class("lossless-lab-panel")
         for control in self.controls.values():
             control.observe(self._moved, "value")
         self.refresh()

@@ -10,15 +10,14 @@ from matplotlib.figure import Figure
 
 from lossless_lab import kv_cache
 from lossless_lab.kv_cache.sizing import binary
-from lossless_lab.plots.artists import mark
-from lossless_lab.plots.kv_cache import kv_cache_growth, kv_cache_memory
+from lossless_lab.plots.kv_cache import KINDS, kv_cache_growth, kv_cache_memory
 
 from .base import Content, Panel
 
 GIB = 2**30
 CONTEXTS = tuple(2**n for n in range(9, 21))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DTYPES = ("bfloat16", "fp8", "q8_0", "q4_0", "int4-g64", "float32")
+DTYPES = ("bfloat16", "fp8", "nvfp4", "q8_0", "q4_0", "int4-g64", "float32")
 WEIGHTS = ("bfloat16", "fp8", "int4-g64", "float32")
 ENGINES = ("vllm", "llama.cpp", "sglang", "transformers", "what the tokens need")
 MEMORY = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
@@ -46,10 +45,21 @@ def kv_cache_sizing(*, model: str = "llama-3.1-8b", beside: tuple[str, ...] = BE
     }
     return Panel(
         controls=controls,
+        adapt=_offer_formats,
         compute=functools.partial(fit, beside=beside),
         draw=_draw,
         figure=Figure(figsize=(7.6, 4.6), dpi=100, layout="constrained"),
     )
+
+
+def _offer_formats(controls) -> None:
+    """Only the formats that the chosen engine can keep."""
+    menu, rules = controls["dtype"], kv_cache.ENGINES.get(controls["engine"].value)
+    known = rules.formats.split() if rules else DTYPES
+    offered = tuple(name for name in DTYPES if name in known)
+    if menu.options != offered:
+        kept = menu.value if menu.value in offered else offered[0]
+        menu.options, menu.value = offered, kept
 
 
 def fit(
@@ -72,7 +82,7 @@ def fit(
     """
     rules = None if engine == ENGINES[-1] else engine
     shared = {"dtype": dtype, "engine": rules, "tensor_parallel": n_gpus, "encoder_len": 1500}
-    if kv_cache.geometry(model).encoder_len:
+    if kv_cache.geometry(model).outline.encoder_len:
         del shared["encoder_len"]
     size = kv_cache.kv_cache_bytes(model, seq_len=context, batch_size=batch, **shared)
     asked = {"memory_bytes": memory * GIB, "seq_len": context, "batch_size": batch}
@@ -82,15 +92,15 @@ def fit(
     rows += [("headroom", max(room.headroom_bytes, 0)), ("memory", room.memory_bytes)]
     grid = {"seq_lens": CONTEXTS, "batch_sizes": [batch], "dtypes": [dtype]}
     growth = kv_cache.sweep(
-        list(dict.fromkeys((model, *beside))),
+        list(dict.fromkeys((*beside, model))),  # so that each keeps its colour
         engine_name=rules,
         tensor_parallel=n_gpus,
         encoder_len=1500,
         **grid,
     )
     return Content(
-        text=_told(size, room, batch),
-        table=size.to_frame()[["kind", "n_layers", "formula", "bytes"]],
+        text=_told(size, room, batch, kv_cache.geometry(model).outline.context_limit),
+        table=_table(size),
         frames={
             "memory": pd.DataFrame(rows, columns=["part", "bytes"]),
             "growth": growth.assign(available_bytes=room.available_bytes),
@@ -98,19 +108,42 @@ def fit(
     )
 
 
-def _told(size, room, batch):
+def _table(size) -> pd.DataFrame:
+    """Each kind of layer with its formula; bytes twice, to read and to check."""
+    rows = [
+        (KINDS.get(part.kind, part.kind), part.n_layers, part.formula, binary(part.bytes),
+         f"{part.bytes:,}")
+        for part in size.parts
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["kind", "layers", "formula", "size", "bytes"])
+
+
+def _told(size, room, batch, limit):
     """Whether it fits, what else would, and the price of a token and of a request."""
-    fits = room.headroom_bytes >= 0
-    longest = "any length" if room.max_seq_len is None else f"{room.max_seq_len:,} tokens"
-    return (
-        f"{'Fits' if fits else 'Does not fit'}: the cache takes {binary(size.bytes)} of"
-        f" {binary(max(room.available_bytes, 0))} beside weights and overhead"
-        f" ({binary(abs(room.headroom_bytes))} {'free' if fits else 'missing'}).\n"
-        f"Room for {room.max_requests:,} requests of this length; {batch} requests may have"
-        f" {longest} each.\n"
-        f"One more token of one request: {binary(size.bytes_per_token)}; fixed per request:"
-        f" {binary(size.fixed_bytes / size.n_sequences)}."
-    )
+    fits, used = room.headroom_bytes >= 0, room.memory_bytes - room.available_bytes
+    said = f"{'Fits' if fits else 'Does not fit'}: the cache takes {binary(size.bytes)} of"
+    said += f" {binary(room.available_bytes)} beside weights and overhead"
+    said += f" ({binary(abs(room.headroom_bytes))} {'free' if fits else 'missing'}).\n"
+    if room.available_bytes <= 0:
+        said = f"Does not fit: weights and overhead alone take {binary(used)} of"
+        said += f" {binary(room.memory_bytes)}; the cache would take {binary(size.bytes)} more.\n"
+    else:
+        longest = "any length" if room.max_seq_len is None else f"{room.max_seq_len:,} tokens"
+        said += f"Room for {_counted(room.max_requests, 'request')} of this length;"
+        said += f" {_counted(batch, 'request')} may have {longest}{' each' * (batch > 1)}.\n"
+    said += f"One more token of one request: {binary(size.bytes_per_token)}; fixed per request:"
+    said += f" {binary(size.fixed_bytes / size.n_sequences)}."
+    if limit:
+        beyond = ", less than asked here" if size.seq_len > limit else ""
+        said += f"\nThe model itself was made for at most {limit:,} tokens{beyond}."
+    if size.of_kind("sliding", "chunked") and size.engine == "vllm":
+        said += "\nvLLM reserves a window and 8,192 tokens of one batch for each request, so a"
+        said += " windowed layer grows up to there, and only then stops."
+    return said
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def _draw(figure: Figure, content: Content, state: dict) -> None:
@@ -119,5 +152,6 @@ def _draw(figure: Figure, content: Content, state: dict) -> None:
     above, below = figure.axes
     kv_cache_memory(content.frames["memory"], ax=above)
     growth = content.frames["growth"]
-    kv_cache_growth(growth, ax=below, available_bytes=growth["available_bytes"].iloc[0])
-    mark(below, state["context"])
+    available = growth["available_bytes"].iloc[0]
+    chosen = {"chosen": state["model"], "context": state["context"]}
+    kv_cache_growth(growth, ax=below, available_bytes=available, **chosen)

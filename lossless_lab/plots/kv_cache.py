@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from .artists import bars, chart, legend, line, mark
+from .artists import bars, chart, legend, line
 from .theme import COLOURS
 
 GIB = 2**30
@@ -23,6 +23,7 @@ KINDS = {
     "cross": "cross-attention",
     "cache": "KV cache",
 }
+MARKERS = ("o", "s", "^", "D", "v", "P")  # so that colour is not the only difference
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
@@ -47,36 +48,48 @@ def kv_cache_memory(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         drawn.set_label(KINDS.get(part, part) if size else f"_{part}")
         left += size
     limit = float(sizes.get("memory", left))
-    mark(ax, limit)
+    look = {"color": COLOURS["guide"], "linewidth": 1.4, "linestyle": ":"}
+    line(ax, "memory", [limit, limit], [-0.5, 0.5], label="memory of the GPU", **look)
     ax.set(xlim=(0, 1.05 * max(left, limit)), ylim=(-0.5, 0.5), yticks=[], xlabel="memory (GiB)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=7)
     return ax
 
 
 @chart("model", "seq_len", "cache_bytes")
 def kv_cache_growth(
-    frame: pd.DataFrame, *, ax: Axes | None = None, available_bytes: float | None = None
+    frame: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    available_bytes: float | None = None,
+    chosen: str | None = None,
+    context: int | None = None,
 ) -> Axes:
     """Cache against context, one line per model, both axes logarithmic.
 
     Parameters
     ----------
     frame : columns `model`, `seq_len` (tokens), `cache_bytes`.
-    available_bytes : room for the cache; drawn as a dotted line.
+    available_bytes : room for the cache; drawn as a dashed line.
+    chosen : the model whose line is drawn stronger.
+    context : tokens; drawn as a dotted line.
     """
     ax.set(xscale="log", yscale="log")
     groups = list(frame.groupby("model", sort=False, observed=True))
-    for number, colour in enumerate(LINES):
+    for number, (colour, sign) in enumerate(zip(LINES, MARKERS, strict=True)):
         model, rows = groups[number] if number < len(groups) else (f"_{number}", frame[:0])
         drawn = line(ax, f"model {number}", rows["seq_len"], rows["cache_bytes"] / GIB,
-                     color=colour, marker=".", linewidth=2 if number == 0 else 1.2)  # fmt: skip
-        drawn.set_label(str(model))
+                     color=colour, marker=sign, markersize=4)  # fmt: skip
+        drawn.set(label=str(model), linewidth=2.4 if model == chosen else 1.2)
     x, y = frame["seq_len"], frame["cache_bytes"] / GIB
     room = np.nan if available_bytes is None or available_bytes <= 0 else available_bytes / GIB
-    look = {"color": COLOURS["guide"], "linestyle": ":", "linewidth": 1.4}
-    line(ax, "room", [x.min(), x.max()], [room, room], label="_room", **look)
     top = np.nanmax([y.max(), room])
     ax.set(xlim=(x.min() / 1.1, x.max() * 1.1), ylim=(y[y > 0].min() / 1.5, top * 1.5))
+    look = {"color": COLOURS["guide"], "linewidth": 1.4}
+    guide = line(ax, "room", ax.get_xlim(), [room, room], linestyle="--", **look)
+    guide.set_label("_room" if np.isnan(room) else "room for the cache")
+    place = np.nan if context is None else context
+    guide = line(ax, "context", [place, place], ax.get_ylim(), linestyle=":", **look)
+    guide.set_label("_context" if context is None else "chosen context")
     ax.xaxis.set_major_locator(LogLocator(base=4))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k"))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))

@@ -76,3 +76,36 @@ def wait_for(notebook, text):
             return shown
         time.sleep(0.1)
     raise AssertionError(f"{text!r} did not appear: {shown[-500:]}")
+
+
+def test_keys_typed_in_a_menu_stay_in_it(opened):
+    """JupyterLab would move to the next cell at an arrow, and turn this one to Markdown at `m`."""
+    menu = opened.output(0).locator("select").nth(0)
+    menu.focus()
+    before = menu.input_value()
+    menu.press("ArrowDown")
+    assert menu.input_value() != before and menu.evaluate("e => e === document.activeElement")
+    menu.press("m")  # the first model that begins so
+    cell = "window.jupyterapp.shell.currentWidget.content.activeCell.model.type"
+    assert opened.page.evaluate(cell) == "code"
+    assert menu.input_value().startswith("m")
+    handle = opened.slider(0, CONTEXT)
+    handle.focus()
+    handle.press("m")
+    assert opened.page.evaluate(cell) == "code"
+
+
+def test_a_screen_reader_hears_values_and_what_the_picture_is(opened):
+    handle = opened.slider(0, CONTEXT)
+    handle.focus()
+    handle.press("ArrowRight")
+    for _ in range(50):
+        said = handle.get_attribute("aria-valuetext")
+        shown = opened.output(0).locator(".widget-readout").nth(0).inner_text()
+        if said == shown:
+            break
+        time.sleep(0.1)
+    assert said == shown and "," in said  # 16,384 rather than 5.0
+    assert handle.get_attribute("aria-label") == "context (tokens)"
+    assert "Chart" in opened.image(0).get_attribute("alt")
+    handle.press("ArrowLeft")

@@ -1,0 +1,39 @@
+"""What a panel's page needs for keys and screen readers, which ipywidgets cannot set itself."""
+
+from __future__ import annotations
+
+import html
+
+import ipywidgets
+
+# JupyterLab's cell shortcuts (arrows, M, D D) leave an element with that attribute alone. A slider
+# of named values says its place (2.0) to a screen reader rather than the value that it shows.
+_SCRIPT = """
+(function start(image, tries) {
+  const panel = image.closest('.lossless-lab-panel');
+  if (!panel) { if (tries) setTimeout(start, 100, image, tries - 1); return; }
+  panel.setAttribute('data-lm-suppress-shortcuts', 'true');
+  const say = () => {
+    for (const slider of panel.querySelectorAll('.widget-hslider')) {
+      const handle = slider.querySelector('.noUi-handle');
+      const shown = slider.querySelector('.widget-readout')?.textContent;
+      if (handle && shown && handle.getAttribute('aria-valuetext') !== shown) {
+        handle.setAttribute('aria-valuetext', shown);
+        handle.setAttribute('aria-label', slider.querySelector('.widget-label')?.textContent);
+      }
+    }
+    for (const picture of panel.querySelectorAll('img.widget-image'))
+      if (!picture.alt) picture.alt = 'Chart of the figures that the text above it gives';
+  };
+  new MutationObserver(say).observe(panel, {
+    subtree: true, childList: true, characterData: true, attributeFilter: ['aria-valuetext'],
+  });
+  say();
+})(this, 100)
+"""
+
+
+def keyboard() -> ipywidgets.HTML:
+    """An invisible element that prepares the panel around it once the page shows it."""
+    image = f'<img src="data:," alt="" hidden onerror="{html.escape(_SCRIPT)}">'
+    return ipywidgets.HTML(image, layout={"display": "none"})
