@@ -123,14 +123,14 @@ def test_drift_is_that_of_compare_layers_and_tensors_those_of_hooks(inspection, 
 
 def test_the_panel_says_what_the_function_says_and_follows_the_layer(inspection):
     panel = panels.layer_difference(inspection)
-    assert panel.error is None and "all equal" in panel.text
+    assert panel.error is None and "equal, bit by bit" in panel.text
     panel.controls["candidate"].value = "broken"
     panel.controls["layer"].value = 2
     panel.controls["module"].value = "attention"
     content = panels.difference(inspection, **panel.state)
     assert panel.text == content.text
-    assert panel.text.startswith("layer 2, attention:")
-    assert "leaves it at layer 2 (attention)" in panel.text
+    assert panel.text.startswith("Layer 2, attention: relative RMS")
+    assert "at layer 2 (attention) leaves" in panel.text
     pictures = {panel.png}
     panel.controls["layer"].value = 3
     pictures.add(panel.png)

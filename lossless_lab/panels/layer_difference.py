@@ -70,11 +70,12 @@ def difference(source: Layers, *, candidate: str, prompt: str, layer: int, modul
     pair = source.tensors(candidate, prompt, layer, module)
     found = tensor_difference(*pair)
     first = source.first_above(candidate, prompt)
-    starts = "stays within the noise band" if first is None else f"leaves it at layer {first[0]}"
-    starts += "" if first is None else f" ({first[1]})"
+    starts = "stays within" if first is None else f"at layer {first[0]} ({first[1]}) leaves"
+    size = f"relative RMS difference {found.sums.relative_rms:.3g}, {found.answer}"
     return Content(
-        text=f"layer {layer}, {module}: {found}\n"
-        f"The drift {starts}. Against float64 the candidate is {source.refereed(candidate)}",
+        text=f"Layer {layer}, {module}: {'equal, bit by bit' if found.answer == 'equal' else size}.\n"
+        f"The drift {starts} the noise band of eager code. Against float64 the candidate is "
+        f"{source.refereed(candidate)}.",
         frames={"drift": drift, "ulps": ulp_histogram(*pair)},
         table=_values(found.to_frame()),
     )

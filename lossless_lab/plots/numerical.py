@@ -93,7 +93,7 @@ def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") ->
     Parameters
     ----------
     frame : as from `ulp_histogram`; of each bar the part near zero, where steps mean little, is
-        drawn pale. The last .2 % of the elements share one bar.
+        drawn pale. The last 1 % of the elements share one bar.
     dtype : whose rounding steps; named on the axis.
     """
     total = frame["count"].sum()
@@ -118,7 +118,7 @@ def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") ->
 def _folded(frame: pd.DataFrame) -> pd.DataFrame:
     """The far tail as one bin, so that the axis belongs to what is common."""
     steps = frame[frame["bin"] != "NaN"]
-    beyond = steps["share"].cumsum().shift(fill_value=0.0) >= 0.998
+    beyond = steps["share"].cumsum().shift(fill_value=0.0) >= 0.99
     tail = steps[beyond]
     if len(tail) < 2:
         return frame

@@ -42,14 +42,14 @@ def settle(notebook):
 
 def test_layer_and_candidate_say_where_the_drift_starts_and_who_is_nearer(opened, tmp_path):
     first = settle(opened)
-    assert "layer 0, residual" in first and "all equal" in first
-    assert "leaves it at layer 2 (attention)" in first
+    assert "Layer 0, residual: equal, bit by bit" in first
+    assert "at layer 2 (attention) leaves the noise band" in first
     slider = opened.slider(0, 0)
     slider.focus()
     slider.press("ArrowRight")
     slider.press("ArrowRight")
     moved = settle(opened)
-    assert "layer 2, " in moved and "all equal" not in moved
+    assert "Layer 2, " in moved and "bit by bit" not in moved
     assert "farther" in moved
     opened.output(0).locator("select").nth(0).select_option("float32")
     assert "nearer the truth" in settle(opened)
