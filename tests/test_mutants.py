@@ -443,7 +443,6 @@ def harmless(on):
     [
         *[("T0", dtype) for dtype in calibration.DTYPES],
         *[pytest.param("tiny-target", d, marks=pytest.mark.slow) for d in calibration.DTYPES],
-        pytest.param("smollm2", "float32", marks=[pytest.mark.slow, pytest.mark.smollm2]),
     ],
 )
 def test_harmless_reorderings_pass_the_floor_no_more_often_than_stated(
