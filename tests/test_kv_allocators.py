@@ -4,6 +4,7 @@ import pytest
 
 from lossless_lab.kv_cache import capacity, engine, geometry, kv_cache_bytes
 from lossless_lab.kv_cache.allocators import Request
+from lossless_lab.kv_cache.configs import bundled
 from lossless_lab.kv_cache.formats import storage_formats
 
 MIB = 2**20
@@ -163,3 +164,70 @@ def test_every_allocator_reserves_at_least_what_is_stored():
             size = kv_cache_bytes(model, seq_len=5000, batch_size=3, engine=name)
             if not (name == "sglang" and model == "gemma-3-27b"):  # a shared pool, see swa_ratio
                 assert size.bytes >= size.stored_bytes, (name, model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_token", "fixed_gib", "plain", "plain_gib"),
+    [  # printed requirements of Qwen3.5 27B with three MTP tokens, and without: bytes per token of
+        # whole blocks, and the constant part, measured on vLLM for each cache format
+        ("bfloat16", 69_632, 0.62, 65_536, 0.14), ("fp8", 34_816, 0.63, 32_768, 0.14),
+        ("int8_per_token_head", 35_360, 0.63, 33_280, 0.14),
+        ("fp8_per_token_head", 35_360, 0.63, 33_280, 0.14),
+        ("int4_per_token_head", 17_952, 0.62, 16_896, 0.15),
+    ],
+)  # fmt: skip
+def test_vllm_mtp_layer_joins_the_attention_group(dtype, per_token, fixed_gib, plain, plain_gib):
+    for tokens, slope, fixed in ((3, per_token, fixed_gib), (0, plain, plain_gib)):
+        rules = engine("vllm", n_speculative_tokens=tokens)
+        key, value = storage_formats(dtype)
+        asked = Request(seq_len=1, n_sequences=1, key_format=key, value_format=value)
+        block = rules.hybrid_block_size(geometry("qwen3.5-27b"), asked)
+        one, two = (
+            kv_cache_bytes("qwen3.5-27b", seq_len=n * block, dtype=dtype, engine=rules).bytes
+            for n in (1, 2)
+        )
+        assert two - one == block * slope
+        assert (2 * one - two) / 2**30 == pytest.approx(fixed, abs=0.011)
+
+
+def test_vllm_mtp_can_be_off_and_a_draft_joins_the_groups():
+    asked = {"seq_len": 8192, "engine": "vllm", "n_speculative_tokens": 3}
+    layer = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 24,
+             "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 5120}  # fmt: skip
+    own = kv_cache_bytes("qwen3.5-27b", **asked)
+    assert own.bytes == kv_cache_bytes("qwen3.5-27b", draft=layer, **asked).bytes
+    off = kv_cache_bytes("qwen3.5-27b", mtp=False, **asked)
+    assert own.bytes * 16 == off.bytes * 17
+    assert any("draft" in note for note in own.notes) and not off.notes
+
+
+def test_nemotron_h_that_states_no_state_dtype_by_release():
+    stated = dict(models_config("nemotron-3-nano"))
+    silent = {k: v for k, v in stated.items() if k != "mamba_ssm_cache_dtype"}
+    sizes = {
+        text: kv_cache_bytes(silent, seq_len=1, engine=text).of_kind("state")
+        for text in ("vllm 0.19", "vllm 0.20", "vllm 0.19 --mamba-ssm-cache-dtype float32")
+    }
+    assert sizes["vllm 0.19"] < sizes["vllm 0.20"] and len(set(sizes.values())) == 2
+    assert any("mamba_ssm_cache_dtype" in n for n in kv_cache_bytes(silent, seq_len=1).notes)
+
+
+def models_config(name):
+    return bundled()[name]["config"]
+
+
+def test_llama_cpp_pool_is_shared_or_divided():
+    asked = {"batch_size": 4, "engine": "llama.cpp", "n_ctx": 32768}
+    assert cells("llama-3.1-8b", "full", seq_len=8192, **asked) == 32768
+    assert cells("llama-3.1-8b", "full", seq_len=32768, kv_unified=True, **asked) == 32768
+    assert cells("llama-3.1-8b", "full", seq_len=10, **asked) == 32768
+    # 1,000 cells for 3 sequences: PAD(333, 256) each
+    odd = {"seq_len": 10, "batch_size": 3, "engine": "llama.cpp -c 1000"}
+    assert cells("llama-3.1-8b", "full", **odd) == 3 * 512
+
+
+def test_llama_cpp_widens_v_only_without_flash_attention_and_only_lately():
+    shape = {"seq_len": 4096, "dtype": "f16", "swa_full": True}
+    names = ("llama.cpp", "llama.cpp -fa off", "llama.cpp b5800 -fa off", "ik_llama.cpp -fa off")
+    on, off, old, ik = (kv_cache_bytes("gemma-4-e2b", engine=x, **shape).bytes for x in names)
+    assert off > on == old == ik

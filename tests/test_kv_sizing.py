@@ -6,8 +6,10 @@ import gguf
 import pytest
 from transformers import LlamaConfig
 
+from lossless_lab.cli import main
 from lossless_lab.kv_cache import CannotEstimate, binary, geometry, kv_cache_bytes, models, sweep
 from lossless_lab.kv_cache.formats import FORMATS, storage_format
+from lossless_lab.panels.kv_cache import kv_cache_sizing
 
 LLAMA = {
     "model_type": "llama",
@@ -257,3 +259,42 @@ def test_cross_attention_needs_an_encoder_length():
 def test_a_missing_name_suggests_its_neighbours():
     with pytest.raises(FileNotFoundError, match="near it are"):
         kv_cache_bytes("llama-3.1-8", seq_len=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ("t5-large --encoder-len 7 --beams 2", {"encoder_len": 7, "num_beams": 2}),
+        ("smollm2-135m --dtype q8_0,f16 --engine llama.cpp",
+         {"dtype": ("q8_0", "f16"), "engine": "llama.cpp"}),
+        ("llama-3.1-8b --draft llama-3.2-1b", {"draft": "llama-3.2-1b"}),
+        ("mamba-2.8b --state-dtype bf16", {"state_dtype": "bf16"}),
+    ],
+)  # fmt: skip
+def test_the_command_line_says_the_same(arguments, call, capsys):
+    assert main(["kv-cache", *arguments.split(), "--context", "64", "--format", "json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["bytes"] == kv_cache_bytes(arguments.split()[0], seq_len=64, **call).bytes
+
+
+def test_more_tokens_than_the_model_was_made_for_are_noted():
+    assert "at most 1,024 tokens" in " ".join(kv_cache_bytes("gpt2", seq_len=1025).notes)
+    assert not kv_cache_bytes("gpt2", seq_len=1024).notes
+
+
+def test_the_panel_offers_what_the_engine_keeps_and_says_what_is_wrong():
+    panel = kv_cache_sizing()
+    menu = panel.controls["dtype"]
+    assert "q8_0" not in menu.options and "nvfp4" in menu.options
+    panel.controls["engine"].value = "llama.cpp"
+    menu.value = "q8_0"
+    panel.controls["engine"].value = "vllm"
+    assert panel.error is None and menu.value == "bfloat16"
+    panel.controls["model"].value = "deepseek-r1"
+    assert "weights and overhead alone take 1.23 TiB of 80.00 GiB" in panel.text
+    panel.controls["model"].value = "gpt2"
+    assert "at most 1,024 tokens, less than asked here" in panel.text
+    panel.controls["batch"].value = 1
+    assert "1 request may have" in panel.text
+    panel.controls["model"].value = "gemma-3-27b"
+    assert "a window and 8,192 tokens" in panel.text

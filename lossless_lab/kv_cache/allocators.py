@@ -121,7 +121,8 @@ class Allocator:
         heads = shard(heads, request.tensor_parallel, geometry.n_heads, layer.kind)
         key, value = request.key_format, request.value_format
         scaled = layer.key_dim + layer.key_dim // 128 * 4  # fp8, a float32 scale per 128
-        sparse = self.sparse_fp8 and geometry.of_kind("indexer")
+        compressed = self.sparse_fp8 and layer.kind in ("latent", "indexer")
+        sparse = compressed and geometry.of_kind("indexer")
         if layer.kind == "indexer" and sparse:
             return scaled
         if layer.kind == "latent" and heads == 1:

@@ -82,6 +82,7 @@ def checks_options(function: Callable) -> Callable:
 def counts(name: str, values) -> np.ndarray:
     """A sequence of positive integers below 2^31 as int64; anything else in it is refused."""
     listed = [checked(name, value, Positive) for value in np.asarray(values).ravel().tolist()]
-    largest = max(listed, default=0)
+    require(listed, f"`{name}` must hold at least one number")
+    largest = max(listed)
     require(largest < 2**31, f"`{name}` must stay below 2,147,483,648; received {largest:,}")
     return np.array(listed, dtype=np.int64)

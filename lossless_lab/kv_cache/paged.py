@@ -115,16 +115,15 @@ class VLLM(Allocator):
 
     def hybrid_block_size(self, geometry, request) -> int:
         """Attention block of a hybrid: the fewest tokens whose page holds one layer's state."""
-        states = geometry.of_kind("state")
-        attention = [layer for layer in geometry.layers if layer.kind != "state"]
-        rows = {self.row_bytes(layer, request, geometry) for layer in attention}
-        if not states or not rows:
+        kinds = [layer for layer, _ in geometry.groups()]
+        pages = [self.state_bytes(x, request) for x in kinds if x.kind == "state"]
+        if not pages or len(pages) == len(kinds):
             return self.block_size
-        page = max(self.state_bytes(layer, request) for layer in states)
+        rows = [self.row_bytes(x, request, geometry) for x in kinds if x.kind != "state"]
         step = self.block_size
         if self.mamba_cache_mode == "all":
             step = lcm(self.mamba_chunk_size, step)
-        return step * -(-page // (step * max(rows)))
+        return step * -(-max(pages) // (step * max(rows)))
 
     def blocks(self, layer, block, request):
         """Blocks that one sequence takes at most."""

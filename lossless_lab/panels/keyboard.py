@@ -6,14 +6,16 @@ import html
 
 import ipywidgets
 
-# JupyterLab's cell shortcuts (arrows, M, D D) leave an element with that attribute alone. A slider
-# of named values says its place (2.0) to a screen reader rather than the value that it shows.
+# JupyterLab's cell shortcuts (arrows, M, D D) leave a focused element alone only if it carries the
+# attribute itself; a parent's is looked at too late. A slider of named values says its place (2.0)
+# to a screen reader rather than the value that it shows.
 _SCRIPT = """
 (function start(image, tries) {
   const panel = image.closest('.lossless-lab-panel');
   if (!panel) { if (tries) setTimeout(start, 100, image, tries - 1); return; }
-  panel.setAttribute('data-lm-suppress-shortcuts', 'true');
   const say = () => {
+    for (const focusable of panel.querySelectorAll('select, input, button, [tabindex]'))
+      focusable.setAttribute('data-lm-suppress-shortcuts', 'true');
     for (const slider of panel.querySelectorAll('.widget-hslider')) {
       const handle = slider.querySelector('.noUi-handle');
       const shown = slider.querySelector('.widget-readout')?.textContent;

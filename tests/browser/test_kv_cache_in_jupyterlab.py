@@ -84,11 +84,17 @@ def test_keys_typed_in_a_menu_stay_in_it(opened):
     menu.focus()
     before = menu.input_value()
     menu.press("ArrowDown")
-    assert menu.input_value() != before and menu.evaluate("e => e === document.activeElement")
-    menu.press("m")  # the first model that begins so
+    assert menu.evaluate("e => e === document.activeElement")
+    menu.press("Enter")
+    settle(opened)
+    assert menu.input_value() != before
     cell = "window.jupyterapp.shell.currentWidget.content.activeCell.model.type"
-    assert opened.page.evaluate(cell) == "code"
+    menu.press("m")
+    menu.press("Enter")
+    settle(opened)
     assert menu.input_value().startswith("m")
+    assert opened.page.evaluate(cell) == "code"
+    assert menu.evaluate("e => e === document.activeElement")
     handle = opened.slider(0, CONTEXT)
     handle.focus()
     handle.press("m")
