@@ -97,16 +97,22 @@ def test_first_flips_of_other_twins_lie_in_the_predicted_band(half, asked, by_tw
 @pytest.mark.slow
 @pytest.mark.smollm2
 def test_the_predicted_rate_of_flips_is_that_of_other_twins_on_smollm2():
-    """Two twins set the noise, two flip: about 2 % of tokens, as published for bf16."""
+    """Each twin predicted by the others: about 2 % of tokens, as published for bf16.
+
+    Twins differ among themselves (.9 to 3.7 % in one measurement), so only their mean is held.
+    """
     model = models.load("smollm2", dtype="bfloat16")
     read = prompts.tokenize(prompts.read(), model, max_prompt_tokens=4000)
-    inputs = model_inputs([p.ids[:32] for p in read if len(p.ids) >= 32][:6], None)
+    inputs = model_inputs([p.ids[:32] for p in read if len(p.ids) >= 32][:8], None)
     top = flips.top_two(forward(model.network, inputs).flatten(0, 1))
     changes = [
-        top.change(forward(twins.twin(model, seed=seed), inputs).flatten(0, 1)) for seed in range(4)
+        top.change(forward(twins.twin(model, seed=seed), inputs).flatten(0, 1)) for seed in range(6)
     ]
-    risk = flips.flip_risk({"all": top}, [{"all": change} for change in changes[:2]])
-    predicted = risk.frame["flip_probability"].mean()
-    seen = np.mean([top.flipped(change) for change in changes[2:]])
-    assert 0.01 < predicted < 0.04
-    assert seen == pytest.approx(predicted, rel=0.5)
+    predicted = [
+        flips.flip_risk({"all": top}, [{"all": c} for j, c in enumerate(changes) if j != i])
+        for i in range(len(changes))
+    ]
+    rate = np.mean([risk.frame["flip_probability"].mean() for risk in predicted])
+    seen = np.mean([top.flipped(change) for change in changes])
+    assert 0.01 < rate < 0.04
+    assert seen == pytest.approx(rate, rel=0.5)
