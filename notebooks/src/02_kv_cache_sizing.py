@@ -527,7 +527,8 @@ compared.set_index(pd.Index(BATCH_SIZES, name="requests"))
 # %% [markdown]
 # For a few requests the growth is smaller than expected, since a process first uses again what it
 # already holds, and it is measured in whole pages of an allocator. The largest batch is the fairest
-# row. Where yours is far from 1, measure the activations of your kernels and hand them to
+# row, and even that one was 1.11 in one run of this notebook and 0.72 in another on the same, busy
+# machine. Where yours is far from 1, measure the activations of your kernels and hand them to
 # `capacity(activations=…)`.
 
 # %% [markdown]
