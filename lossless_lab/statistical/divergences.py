@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +12,27 @@ import pandas as pd
 import torch
 
 from ..results import Result
+from .distances import LOGPROBS, MEASURES, MORE, distances
 from .laws import (
-    MEASURES,
     Law,
     chunks,
-    distances,
     from_logits,
     from_probs,
     js_divergence,
     kl_divergence,
     paired,
+    positive,
     total_variation,
     why_undefined,
     wide,
 )
+from .one_position import distribution
 
 __all__ = [
-    "MEASURES", "Divergences", "Law", "by_prompt", "distribution", "divergences", "from_logits",
-    "from_probs", "js_divergence", "kl_divergence", "total_variation",
+    "MEASURES", "TOP_K", "Divergences", "Law", "by_prompt", "distribution", "divergences",
+    "from_logits", "from_probs", "js_divergence", "kl_divergence", "total_variation",
 ]  # fmt: skip
+TOP_K = 10  # of the overlap of both sides' likeliest tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,11 +92,12 @@ def divergences(
     *,
     prompt_id: str = "",
     token_ids: Sequence[int] | None = None,
+    correct_ids: Sequence[int] | None = None,
     temperature: float = 1.0,
 ) -> Divergences:
-    """KL both ways, JS and TV of softmax(logits / temperature) at each position.
+    """KL both ways, JS, TV, Hellinger of softmax(logits / temperature) at each position.
 
-    In chunks of float32, or of float64 where a side is float64; formulas under `laws.distances`.
+    In chunks of float32, or of float64 where a side is float64; formulas: `distances.distances`.
     Means over positions are per-token figures: a sequence of T tokens has TV up to T times that.
 
     Parameters
@@ -102,7 +105,10 @@ def divergences(
     reference_logits, candidate_logits : [positions, vocab_size], raw logits
         −inf means impossible; on both sides such a token adds nothing.
     token_ids : [positions], optional
-        The id that each row's law was for (or was followed by).
+        The id that each row's law was for (or was followed by); a label.
+    correct_ids : [positions], optional
+        The id that did follow, within the vocabulary; adds reference_logprob and
+        candidate_logprob of it, and is the token_id where none is given.
     temperature : > 0
 
     Returns
@@ -110,7 +116,9 @@ def divergences(
     Divergences
         with columns prompt_id, position, token_id, kl_reference_candidate_nats,
         kl_candidate_reference_nats, js_nats, total_variation, top1_agree, reference_top_id,
-        candidate_top_id, reference_margin (reference's top-2 logit difference), logit_rms and
+        candidate_top_id, hellinger, reference_entropy_nats, candidate_entropy_nats,
+        top10_overlap (share of the reference's 10 likeliest that are the candidate's too),
+        reference_margin (reference's top-2 logit difference), logit_rms and
         logit_peak (RMS and largest absolute value over the vocabulary of the centred logit
         difference). Ties go to `argmax`'s choice.
 
@@ -129,12 +137,15 @@ def divergences(
         raise ValueError(
             f"`reference_logits` must be [positions, vocab_size]; got shape {tuple(x.shape)}"
         )
-    if token_ids is not None and len(token_ids) != len(x):
-        raise ValueError(
-            f"`token_ids` must hold one id per position, {len(x)}; got {len(token_ids)}"
-        )
-    t = _positive(temperature)
-    pieces = [_measured(*sides, t) for _, *sides in chunks(x, y)] or [_measured(x, y, t)]
+    for name, given in (("token_ids", token_ids), ("correct_ids", correct_ids)):
+        if given is not None and len(given) != len(x):
+            raise ValueError(f"`{name}` must hold one id per position, {len(x)}; got {len(given)}")
+    t, correct = positive(temperature), _inside(correct_ids, x)
+    token_ids = correct_ids if token_ids is None else token_ids
+    pieces = [
+        _measured(*sides, t, None if correct is None else correct[i : i + len(sides[0])])
+        for i, *sides in chunks(x, y)
+    ] or [_measured(x, y, t, correct)]
     ids = [pd.NA] * len(x) if token_ids is None else [int(i) for i in token_ids]
     columns = {name: torch.cat([p[name] for p in pieces]).numpy() for name in pieces[0]}
     frame = pd.DataFrame(
@@ -174,67 +185,39 @@ def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def distribution(
-    reference_logits: torch.Tensor,
-    candidate_logits: torch.Tensor,
-    *,
-    tokenizer_decode: Callable[[list[int]], str] | None = None,
-    k: int | None = 20,
-    temperature: float = 1.0,
-) -> pd.DataFrame:
-    """ln p of one position's tokens on both sides: the top k of either, likeliest first.
-
-    Parameters
-    ----------
-    reference_logits, candidate_logits : [vocab_size], raw logits
-    tokenizer_decode : ids -> text
-        Text is a label only: rows are told apart by id (split characters all decode to U+FFFD).
-    k : rows wanted from each side; None for the whole vocabulary.
-
-    Returns
-    -------
-    DataFrame
-        token_id, token, reference_logprob, candidate_logprob, in nats, from float64 logits.
-
-    Examples
-    --------
-    >>> distribution(torch.tensor([0.0, 0.0, 5.0]), torch.zeros(3), k=1)["token_id"].tolist()
-    [2, 0]
-    """
-    sides = paired(reference_logits, candidate_logits)
-    if sides[0].ndim != 1:
-        raise ValueError(f"`reference_logits` must be [vocab_size]; got {tuple(sides[0].shape)}")
-    t = _positive(temperature)
-    reference, candidate = (torch.log_softmax(z.cpu().double() / t, -1) for z in sides)
-    n = len(reference) if k is None else k
-    shown = torch.zeros(len(reference), dtype=torch.bool)
-    for z in (reference, candidate):
-        shown[z.argsort(descending=True, stable=True)[:n]] = True
-    order = reference.argsort(descending=True, stable=True)
-    ids = order[shown[order]]
-    decode = tokenizer_decode or (lambda ids: str(ids[0]))
-    return pd.DataFrame(
-        {
-            "token_id": ids.numpy(),
-            "token": [decode([i]) for i in ids.tolist()],
-            "reference_logprob": reference[ids].numpy(),
-            "candidate_logprob": candidate[ids].numpy(),
-        }
-    )
-
-
-def _measured(x: torch.Tensor, y: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
+def _measured(
+    x: torch.Tensor, y: torch.Tensor, temperature: float, correct: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     """Every numeric column of one chunk."""
     a, b = wide(x, y)
-    laws = distances(a, b) if temperature == 1 else distances(a / temperature, b / temperature)
-    top, best = a.topk(min(2, a.shape[-1]), -1).values.double(), (x.argmax(-1), y.argmax(-1))
+    scaled = (a, b) if temperature == 1 else (a / temperature, b / temperature)
+    laws = distances(*scaled, correct)
+    rest = {name: laws.pop(name) for name in (*MORE, *LOGPROBS) if name in laws}
+    k = min(TOP_K, a.shape[-1])
+    (top, mine), (_, theirs) = (z.topk(k, -1) for z in (a, b))
+    shared = (mine[:, :, None] == theirs[:, None]).any(-1).sum(-1).double() / k
+    best = x.argmax(-1), y.argmax(-1)
     bad = ~(torch.isfinite(a.amax(-1)) & torch.isfinite(b.amax(-1)))  # amax lets NaN through
-    rest = {"reference_margin": top[:, 0] - top[:, -1], **_centred(a, b)}
+    margin = top[:, 0].double() - top[:, min(1, k - 1)].double()
+    rest = {"top10_overlap": shared, "reference_margin": margin, **_centred(a, b)} | rest
     columns = {name: value.masked_fill(bad, math.nan) for name, value in (laws | rest).items()}
     tops = {"reference_top_id": best[0], "candidate_top_id": best[1]}
     agree = {"top1_agree": (best[0] == best[1]) & ~bad}
     laws, rest = ({name: columns[name] for name in part} for part in (laws, rest))
     return {name: value.cpu() for name, value in (laws | agree | tops | rest).items()}
+
+
+def _inside(ids: Sequence[int] | None, logits: torch.Tensor) -> torch.Tensor | None:
+    """The ids as a tensor beside the logits; ValueError for one outside the vocabulary."""
+    if ids is None:
+        return None
+    found = torch.as_tensor(np.asarray(ids, dtype=np.int64), device=logits.device)
+    if len(wrong := torch.nonzero((found < 0) | (found >= logits.shape[1]))):
+        i = int(wrong[0])
+        raise ValueError(
+            f"`correct_ids` must be below {logits.shape[1]}; got {int(found[i])} at position {i}"
+        )
+    return found
 
 
 def _centred(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -270,9 +253,3 @@ def _infinite(
             lost = first[i].masked_fill(~torch.isneginf(second[i].to(first.device)), -math.inf)
             found.append((i, direction, int(lost.argmax())))
     return tuple(sorted(found))
-
-
-def _positive(temperature: float) -> float:
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"`temperature` must be above 0 and finite; got {temperature}")
-    return float(temperature)

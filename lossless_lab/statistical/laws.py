@@ -1,4 +1,4 @@
-"""A law over the vocabulary, and the distances between two: KL both ways, JS, total variation."""
+"""A law over the vocabulary, and one distance between two: KL, JS, total variation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from .distances import distances
+
 _CHUNK = 1 << 18  # logits per chunk and side: a float32 temporary is 1 MiB
-MEASURES = (
-    "kl_reference_candidate_nats",
-    "kl_candidate_reference_nats",
-    "js_nats",
-    "total_variation",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,60 +100,6 @@ def total_variation(reference: Law, candidate: Law) -> np.ndarray:
     return _measure(reference, candidate, "total_variation")
 
 
-def distances(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """MEASURES of each row, in float64; p = softmax(a), q = softmax(b), δ = ln(q/p).
-
-    KL(p‖q) = Σ p (e^δ − 1 − δ) has no negative term, and an error in δ's normaliser enters it
-    only squared. δ comes from the difference of the raw logits; its normaliser from the rule
-    that Σ (q − p) = 0. A token masked (−inf) on both sides adds nothing, on one side its mass.
-
-    Parameters
-    ----------
-    a, b : [rows, vocab_size], both float32 or both float64
-        Of a row with NaN, +inf or no finite entry nothing useful comes out: see `why_undefined`.
-
-    Examples
-    --------
-    >>> row = torch.tensor([[1.0, 2.0]])
-    >>> [float(v) for v in distances(row, row).values()]
-    [0.0, 0.0, 0.0, 0.0]
-    """
-    lse_a, lse_b = torch.logsumexp(a, -1, True), torch.logsumexp(b, -1, True)
-    p, q = (a - lse_a).exp_(), (b - lse_b).exp_()
-    d = b.double() - a.double()  # rounding d in float32 would cost a shifted pair its digits
-    finite = torch.isfinite(d)
-    masked = None if finite.all() else ~finite
-    p_alone = q_alone = torch.zeros_like(lse_a)
-    if masked is not None:
-        p_alone, q_alone = ((z * masked).sum(-1, True) for z in (p, q))
-        p, q, d = (z.masked_fill(masked, 0) for z in (p, q, d))
-    delta = (d - (lse_b - lse_a)).to(a.dtype)
-    near = delta.abs() < 1
-    excess = _gain(p, q, delta, near).sum(-1, True) + (q_alone - p_alone)
-    delta = (delta - torch.log1p(excess)).masked_fill((a == b).all(-1, True), 0)
-    gain = _gain(p, q, delta, near)
-    q = torch.where(near, p + gain, q)
-    series, small = delta.abs() < 0.1, delta.clamp(-1, 1)
-    js_term = (p * q).sqrt() * _js_near(small / 2)
-    if not near.all():
-        js_term = torch.where(near, js_term, _js_far(p, q, delta))
-    terms = (
-        torch.where(series, p * _expm1_minus(small), gain - p * delta),
-        torch.where(series, q * _expm1_minus(-small), q * delta - gain),
-        js_term,
-        gain.abs() / 2,
-    )
-    forward, backward, js, tv = (term.sum(-1).double() for term in terms)
-    if masked is not None:
-        p_alone, q_alone = p_alone[:, 0].double(), q_alone[:, 0].double()
-        forward = (forward + q_alone).masked_fill((masked & (a > b)).any(-1), math.inf)
-        backward = (backward + p_alone).masked_fill((masked & (b > a)).any(-1), math.inf)
-        js = js + math.log(2) / 2 * (p_alone + q_alone)
-        tv = tv + (p_alone + q_alone) / 2
-    within = js.clamp(max=math.log(2)), tv.clamp(max=1)  # float32 laws sum to 1 within 3e-6
-    return dict(zip(MEASURES, (forward, backward, *within), strict=True))
-
-
 def why_undefined(row: torch.Tensor) -> str:
     """Why these logits define no law: "n NaN", "n +inf" or "all -inf"; "" where they do.
 
@@ -211,33 +153,14 @@ def _measure(reference: Law, candidate: Law, name: str) -> np.ndarray:
     return values.reshape(x.shape[:-1])
 
 
-def _gain(
-    p: torch.Tensor, q: torch.Tensor, delta: torch.Tensor, near: torch.Tensor
-) -> torch.Tensor:
-    """q − p; from δ where |δ| < 1, so that nothing cancels."""
-    return torch.where(near, p * torch.expm1(delta.clamp(-1, 1)), q - p)
-
-
-def _expm1_minus(x: torch.Tensor) -> torch.Tensor:
-    """e^x − 1 − x for |x| ≤ 0.1, by its series."""
-    series = torch.ones_like(x)
-    for k in (8, 7, 6, 5, 4, 3):
-        series = 1 + series * x / k
-    return series * x * x / 2
-
-
-def _js_near(h: torch.Tensor) -> torch.Tensor:
-    """JS per √(pq), with h = δ/2: h sinh h − cosh h ln cosh h, which does not cancel."""
-    s = torch.sinh(h)
-    return h * s - torch.cosh(h) * torch.log1p(s * s) / 2
-
-
-def _js_far(p: torch.Tensor, q: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    soft = torch.nn.functional.softplus
-    return (p * (math.log(2) - soft(delta)) + q * (math.log(2) - soft(-delta))) / 2
-
-
 def _floating(x: Any) -> torch.Tensor:
     """A floating tensor; lists and integers become float64, what is floating stays as it is."""
     x = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
     return x if x.is_floating_point() else x.double()
+
+
+def positive(temperature: float) -> float:
+    """The temperature as a float; ValueError unless it is above 0 and finite."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"`temperature` must be above 0 and finite; got {temperature}")
+    return float(temperature)
