@@ -95,14 +95,14 @@ def test_an_honest_sampler_is_rejected_as_rarely_as_stated(settings, stop, reque
     def honest(logits, rng):
         return draw(sampler_probs(logits, **settings), rng)
 
-    n = 300
+    n = 200
     found = rejections(seeded(request), n, 240, settings, honest, stop)
     low = stats.binomtest(found, n, alternative="greater").proportion_ci(0.999).low
     assert low <= SIZE, f"{found} of {n}"
 
 
 def speculative(logits, rng, sharpened):
-    """Draft, accept with min(1, p/q), else draw from (p − q)+: with p sharpened, the broken rule."""
+    """Draft, accept with min(1, p/q), else draw from (p − q)+; with p sharpened it is broken."""
     p = (logits * sharpened).softmax(-1).double()
     q = (logits + torch.tensor(rng.standard_normal(logits.shape))).softmax(-1).double()
     drafted = torch.tensor(draw(q, rng))[:, None]
@@ -126,10 +126,10 @@ def doubled(x):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_sampler_is_seen(name, request, record_property):
     emit, power = BROKEN[name]
-    n = 100
+    n = 30
     found = rejections(seeded(request), n, 1920, {}, emit)
     record_property("power", f"{name}: {found} of {n} rejected at 1,920 tokens")
-    assert share_interval(found, n, alternative="greater").low > power - 0.1, f"{found} of {n}"
+    assert share_interval(found, n, alternative="greater").low > power - 0.15, f"{found} of {n}"
 
 
 def test_the_right_speculative_rule_is_not_rejected_more_often(request):

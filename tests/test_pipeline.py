@@ -2,18 +2,21 @@
 
 import copy
 import dataclasses
+import inspect
+import itertools
 import json
 import random
+import shutil
 
 import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, build_t0
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lossless_lab import optimizations, runs
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.optimizations import compilation
-from lossless_lab.pipeline import NotEvidence, Study, check
+from lossless_lab.pipeline import NotEvidence, Study, check, controls, speed_up
 from lossless_lab.prompts import Prompt
 
 GREEDY = Decoding(max_new_tokens=12)
@@ -37,6 +40,30 @@ def words(verdict):
     return {a.level: a.word for a in verdict.answers}
 
 
+def changed(network, change, method="forward"):
+    """A copy whose class, not object, changes what `method` returns."""
+    copied = copy.deepcopy(network)
+    base = type(copied)
+    original = getattr(base, method)
+
+    def replaced(self, *args, **kwargs):
+        return change(original(self, *args, **kwargs))
+
+    replaced.__signature__ = inspect.signature(original)
+    copied.__class__ = type("Changed", (base,), {method: replaced})
+    return copied
+
+
+def on_logits(network, change):
+    """A copy with `change` applied to its logits."""
+
+    def whole(output):
+        output.logits = change(output.logits.clone())
+        return output
+
+    return changed(network, whole)
+
+
 class Scaled(torch.nn.Module):
     """Logits times a factor, as a change of temperature would make them."""
 
@@ -55,13 +82,14 @@ def scaled(network, factor=1.2):
     return changed
 
 
-def test_a_model_against_itself_is_proven_everywhere_and_says_what_it_did_not_see(t0):
-    verdict = ask(t0, t0)
+def test_a_model_loaded_twice_is_proven_everywhere_and_says_what_it_did_not_see(t0):
+    verdict = ask(t0, build_t0())
     assert words(verdict) == dict.fromkeys(("1a", "1b", "1c", "2"), "PROVEN") | {"3": "NOT TESTED"}
     assert "differences after token 12" in verdict.sentence
     assert "no witness" in verdict.sentence
 
 
+@pytest.mark.slow
 def test_scaling_keeps_the_ids_and_breaks_the_law_in_one_verdict(t0):
     verdict = ask(t0, scaled(t0), rows(59), n_variants=1)
     assert words(verdict)["1b"] == "EQUIVALENT"
@@ -69,6 +97,7 @@ def test_scaling_keeps_the_ids_and_breaks_the_law_in_one_verdict(t0):
     assert verdict["1b"].estimate == 0
 
 
+@pytest.mark.slow
 def test_the_same_evidence_gives_the_same_answer_in_every_form(t0, tmp_path):
     other = scaled(t0)
     prompts = asked(59)
@@ -109,7 +138,13 @@ def test_the_poorer_side_caps_the_claim(t0, tmp_path):
         (tmp_path / name).write_text("yes\nno\n")
     text = ask(tmp_path / "before.txt", tmp_path / "after.txt", None, None)
     assert set(words(text).values()) == {"NOT TESTED"}
+    assert "equal texts do not show equal ids" in text.sentence
     assert text.supporting["exact share"] == 1.0
+    (tmp_path / "after.txt").write_text("yes\nnope\n")
+    text = ask(tmp_path / "before.txt", tmp_path / "after.txt", None, None)
+    assert words(text)["1b"] == "DIFFERENT" and text["1b"].estimate == 0.5
+    assert text.cause == "texts differ, so ids do"
+    assert "ids equal" not in str(text)
 
 
 def draft_of(network, dtype):
@@ -143,6 +178,7 @@ def test_assisted_decoding_that_departs_is_a_near_tie_not_a_bug(t0, dtype):
             assert "(control: 1 of 1 differing prompts identical in float32)" in verdict.cause
 
 
+@pytest.mark.slow
 def test_half_precision_flips_are_near_ties_with_their_margin(t0):
     """Enough prompts for a flip on any machine: cached against uncached in bfloat16."""
     half = build_t0(torch.bfloat16)
@@ -164,6 +200,7 @@ def test_compile_applied_the_way_that_does_nothing_is_vacuous(t0):
     assert set(words(bare).values()) == {"VACUOUS"}
 
 
+@pytest.mark.slow
 def test_a_garbage_backend_applied_the_right_way_is_different(t0):
     verdict = ask(t0, compilation.whole(compilation.zeros), n_variants=1)
     assert words(verdict)["1b"] == "DIFFERENT"
@@ -209,6 +246,7 @@ def test_a_candidate_that_changes_the_reference_while_it_runs_is_invalid():
     assert "while the candidate ran" in verdict.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch-8", "static-cache", "float16", "compile-mlp"])
 def test_every_poisoned_twin_changes_the_verdict(t0, name):
     entry = optimizations.find(name)
@@ -298,7 +336,7 @@ def test_bad_input_is_named(t0, tmp_path):
     with pytest.raises(ValueError, match="at least one prompt"):
         ask(t0, t0, [])
     with pytest.raises(ValueError, match="context"):
-        ask(t0, t0, [list(range(1, 90)) * 4])
+        ask(t0, build_t0(), [list(range(1, 90)) * 4])
     (tmp_path / "x.npy").write_bytes(b"")
     with pytest.raises(NotEvidence, match="ids they belong to"):
         check(tmp_path / "x.npy", t0, [PROMPT_S])
@@ -310,8 +348,8 @@ def test_bad_input_is_named(t0, tmp_path):
 
 def test_sampled_runs_under_one_seed_agree_with_themselves(t0):
     decoding = Decoding(max_new_tokens=6, temperature=1.0, n_samples=3, seed=4)
-    verdict = ask(t0, t0, [PROMPT_S], decoding)
-    assert words(verdict)["1a"] == "PROVEN"
+    verdict = ask(t0, build_t0(), [PROMPT_S], decoding)
+    assert words(verdict)["1a"] == words(verdict)["2"] == "PROVEN"
     assert len(verdict.evidence["tokens"]) == 3
 
 
@@ -325,3 +363,352 @@ def test_the_record_is_strict_json_and_html_is_escaped(t0):
     assert "| level |" in verdict.to_markdown().splitlines()[0].replace("  ", "").replace(
         "|level", "| level"
     )
+
+
+# What a fresh reader could make it say wrongly
+
+
+def test_one_object_on_both_sides_is_vacuous_however_it_is_handed_in():
+    network = build_t0()
+    engine = TransformersEngine(network)
+    for reference, candidate in (
+        (network, network),
+        (network, network.to(torch.bfloat16)),
+        (engine, network),
+        (copy.copy(engine), engine),
+    ):
+        verdict = ask(reference, candidate)
+        assert set(words(verdict).values()) == {"VACUOUS"}
+        assert "one and the same network" in verdict.cause
+
+    def function(ids):
+        return network(ids).logits
+
+    assert "one and the same function" in ask(function, function).cause
+    batched = TransformersEngine(network, batch_size=2)
+    assert words(ask(network, batched, under_test=["batch_size"]))["1b"] != "VACUOUS"
+
+
+def test_a_patched_reference_is_refused_with_what_to_do(t0):
+    with pytest.raises(ValueError, match="apply the optimisation first"):
+        ask(patch_forward(build_t0())[0], "bfloat16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reference_without_laws_judges_nothing(t0, value):
+    def spoilt(logits):
+        logits[..., 5] = value
+        return logits
+
+    verdict = ask(on_logits(t0, spoilt), on_logits(t0, spoilt))
+    assert words(verdict)["1c"] == words(verdict)["2"] == "INVALID"
+    assert "logits of the reference are no law at" in verdict.cause
+    assert "PROVEN" not in (verdict["1c"].word, verdict["2"].word)
+
+
+def test_one_moved_token_is_seen_beside_an_rms_that_dilutes_it():
+    """A floor whose RMS hides it: only the peak at that token tells."""
+    half = build_t0(torch.bfloat16, vocab_size=4096)
+
+    def push(logits):
+        logits[..., 300] += 0.9
+        return logits
+
+    verdict = ask(half, on_logits(half, push), n_variants=19)
+    each = verdict.cause.partition("noise floor (")[2]
+    rms, peak = (float(part.split()[-1 if i == 0 else 4]) for i, part in
+                 enumerate(each.split(" times")[0].split(", ")))  # fmt: skip
+    assert rms < 1 < peak
+    assert words(verdict)["1c"] == "DIFFERENT"
+    assert verdict["1c"].estimate == pytest.approx(peak, rel=1e-2)
+
+
+def without_mask(network):
+    """A copy that reads pad columns as text."""
+    copied = copy.deepcopy(network)
+
+    class Blind(type(copied)):
+        def forward(self, *args, attention_mask=None, position_ids=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    Blind.forward.__signature__ = inspect.signature(type(network).forward)
+    copied.__class__ = Blind
+    return copied
+
+
+@pytest.mark.parametrize("twins", [True, False])
+def test_a_reference_that_is_not_invariant_sets_no_floor(t0, monkeypatch, twins):
+    if not twins:
+        monkeypatch.setattr(controls, "_twin_variants", lambda *args, **kwargs: iter(()))
+    blind = without_mask(t0)
+    verdict = ask(blind, on_logits(blind, lambda logits: logits * 1.05))
+    assert words(verdict)["1c"] == "NOT TESTED"
+    assert "the reference is not invariant to" in verdict["1c"].not_shown
+    assert "pad column" in verdict["1c"].not_shown
+    assert "twin" not in verdict["1c"].not_shown
+
+
+def test_the_mean_says_what_it_hides(t0):
+    """One position of 12 turned round; the mean alone would be a tenth of it."""
+
+    def turn(output):
+        if output.logits.shape[1] == 1 and next(steps) % 12 == 6:
+            output.logits = -output.logits
+        return output
+
+    steps = itertools.count()
+    verdict = ask(t0, changed(t0, turn), n_variants=0)
+    positions = verdict.evidence["positions"]
+    worst = positions["total_variation"].max()
+    assert f"TV up to {worst:.2g} at one position" in verdict.sentence
+    whole = min(1, 12 * verdict["2"].estimate)
+    assert f"up to {whole:.2g} over a sequence of 12 tokens" in verdict.sentence
+
+
+def test_repeated_prompts_count_once(t0, tmp_path):
+    same = [Prompt(id=f"p{i}", ids=PROMPT_S) for i in range(60)]
+    with pytest.warns(UserWarning, match="58 of 60 prompts repeat"):
+        verdict = ask(t0, build_t0(), [*same[:59], Prompt(id="l", ids=PROMPT_L)])
+    assert verdict["1b"].n == 2
+    for name in ("a", "b"):
+        engine = TransformersEngine(t0)
+        runs.record(tmp_path / name, engine, same[:3], GREEDY, progress=False)
+    with pytest.warns(UserWarning, match="2 of 3"):
+        assert ask(tmp_path / "a", tmp_path / "b", None, None)["1b"].n == 1
+    with pytest.warns(UserWarning, match="2 of 3"):
+        assert ask(tmp_path / "a", t0, None, None)["1b"].n == 1
+
+
+class Lines:
+    """A recorded run whose outputs.jsonl can be spoilt."""
+
+    def __init__(self, folder, network, n=4, **options):
+        engine = TransformersEngine(network)
+        runs.record(folder, engine, asked(n), GREEDY, progress=False, **options)
+        self.folder, self.path = folder, folder / "outputs.jsonl"
+        self.lines = self.path.read_bytes().splitlines(keepends=True)
+
+    def write(self, lines):
+        self.path.write_bytes(b"".join(lines))
+        return self.folder
+
+
+def test_stored_sides_that_lost_outputs_are_refused(t0, tmp_path):
+    whole, held = Lines(tmp_path / "a", t0), Lines(tmp_path / "b", t0)
+    for reference, candidate in ((whole.folder, held.folder), (held.folder, whole.folder)):
+        held.write(held.lines[:3])
+        with pytest.raises(ValueError, match=r"holds 3 of the 4 outputs .* 1 are missing$"):
+            ask(reference, candidate, None, None)
+        held.write([*held.lines, held.lines[1]])
+        with pytest.raises(ValueError, match=r":5 is damaged: .*'p1'.* more than once"):
+            ask(reference, candidate, None, None)
+        swapped = held.lines[0].replace(b'"prompt_ids": [1', b'"prompt_ids": [2')
+        held.write([swapped, *held.lines[1:]])
+        with pytest.raises(ValueError, match="damaged: its outputs answer other prompts"):
+            ask(reference, candidate, None, None)
+    (held.folder / "metrics.json").unlink()
+    held.write(held.lines[:2])
+    with pytest.raises(ValueError, match="2 are missing; the run is unfinished"):
+        ask(whole.folder, held.folder, None, None)
+
+
+def test_files_of_logits_must_hold_the_same_outputs(t0, tmp_path):
+    run = Lines(tmp_path / "a", t0, save_logits=True)
+    held = load_file(run.folder / "logits.safetensors")
+    save_file(held, tmp_path / "all.safetensors")
+    save_file({k: v for k, v in held.items() if "p3" not in k}, tmp_path / "few.safetensors")
+    sides = [tmp_path / "all.safetensors", tmp_path / "few.safetensors"]
+    for pair in (sides, sides[::-1]):
+        with pytest.raises(ValueError, match=r"few lacks 1 of 4 outputs: p3 \(sample 0\)"):
+            ask(*pair, None, None)
+
+
+def test_logits_that_contradict_the_outputs_are_damage(t0, tmp_path):
+    run = Lines(tmp_path / "a", t0, save_logits=True)
+    path = run.folder / "logits.safetensors"
+    held = load_file(path)
+    held["ids/p2"][3] += 1
+    save_file(held, path)
+    with pytest.raises(ValueError, match=r"damaged: logits.safetensors and outputs.jsonl .* 'p2'"):
+        ask(run.folder, run.folder, None, None)
+
+
+def test_a_recorded_claim_without_a_witness_is_said(t0, tmp_path):
+    runs.record(tmp_path / "a", TransformersEngine(t0), asked(2), GREEDY, progress=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    record = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    for name in ("float16", "batch-x", "batch-1", "of another version"):
+        record["optimization"] = name
+        (tmp_path / "b" / "manifest.json").write_text(json.dumps(record))
+        verdict = ask(tmp_path / "a", tmp_path / "b", None, None)
+        assert f"ran: the manifest claims {name}, its run recorded none" in verdict.sentence
+
+
+def test_signs_of_zero_are_bits():
+    def zeros(ids):
+        return torch.zeros(1, ids.shape[1], 7)
+
+    assert words(ask(zeros, lambda ids: -zeros(ids)))["1a"] == "DIFFERENT"
+    assert words(ask(zeros, lambda ids: zeros(ids) + 0))["1a"] == "PROVEN"
+
+
+def test_a_loaded_model_and_its_deep_copy_are_bitwise_the_same(tiny_target):
+    verdict = ask(tiny_target, copy.deepcopy(tiny_target.network), rows(3))
+    assert words(verdict)["1a"] == "PROVEN"
+
+
+def test_a_change_of_the_engine_alone_moves_no_layer(t0):
+    study = Study(t0, rows(3), decoding=GREEDY, n_variants=0, keep_logits=True, progress=False)
+    for name in ("batch-8", "bfloat16"):
+        study.add(name)
+    reference = study.reference.name
+    assert study.layers((reference, "batch-8"), "prompt-0") is None
+    assert study.layers((reference, "bfloat16"), "prompt-0") is not None
+    assert "layers" not in study.frames((reference, "batch-8"), "prompt-0")
+
+
+SAMPLED = Decoding(max_new_tokens=8, temperature=1.0, stop_token_ids=())
+
+
+def hidden_temperature(network):
+    def colder(processors):
+        processors.append(lambda ids, scores: scores * 3)
+        return processors
+
+    return changed(network, colder, "_get_logits_processor")
+
+
+def test_a_sampler_is_judged_by_its_tokens_not_by_its_logits(tiny_target):
+    network = tiny_target.network
+    prompts = [list(range(3 + i, 20 + i)) for i in range(30)]
+    broken = ask(network, hidden_temperature(network), prompts, SAMPLED, n_variants=0)
+    assert words(broken)["2"] == "DIFFERENT"
+    assert broken["2"].estimate < 1e-4
+    assert "do not follow the law of the candidate's own logits: 240 tokens" in broken.cause
+    other = TransformersEngine(copy.deepcopy(network), batch_size=2)
+    honest = ask(network, other, prompts, SAMPLED, n_variants=0, under_test=["batch_size"])
+    assert words(honest)["2"] == "INCONCLUSIVE"
+    assert "laws of the logits agree; the sampler was tried on 240" in honest["2"].not_shown
+    assert "which bounds nothing" in honest.sentence
+    assert "near tie" not in honest.sentence + broken.sentence
+
+
+@pytest.mark.slow
+def test_a_broken_speculative_rule_is_different(tiny_target, tiny_draft, monkeypatch):
+    from transformers.generation import utils
+
+    prompts = [list(range(3 + i, 20 + i)) for i in range(30)]
+    sides = TransformersEngine(tiny_target), TransformersEngine(tiny_target, assistant=tiny_draft)
+    allowed = {"under_test": ("launch_arguments",), "n_variants": 0}
+    right = ask(*sides, prompts, SAMPLED, **allowed)
+    assert words(right)["2"] == "INCONCLUSIVE"
+    original = utils._speculative_sampling
+
+    def sharpened(a, b, c, new_logits, **rest):
+        return original(a, b, c, new_logits * 5, **rest)
+
+    monkeypatch.setattr(utils, "_speculative_sampling", sharpened)
+    wrong = ask(*sides, prompts, SAMPLED, **allowed)
+    assert words(wrong)["2"] == "DIFFERENT" and "near tie" not in wrong.cause
+
+
+def test_every_filter_is_part_of_the_law_that_a_sampler_is_held_to(t0):
+    decoding = Decoding(
+        max_new_tokens=20, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01,
+        repetition_penalty=1.2, n_samples=4,
+    )  # fmt: skip
+    engine = TransformersEngine(build_t0(), batch_size=4)
+    verdict = ask(t0, engine, rows(4), decoding, under_test=["batch_size"], n_variants=0)
+    assert words(verdict)["2"] == "INCONCLUSIVE"
+    assert "impossible" not in verdict["2"].not_shown
+
+
+def test_a_flip_beyond_the_floor_is_no_near_tie(t0):
+    def ban(logits):
+        logits[..., 5:60] -= 50
+        return logits
+
+    verdict = ask(t0, on_logits(t0, ban), n_variants=4)
+    assert verdict.cause.startswith("not explained by the noise floor")
+    assert "beyond the noise floor (RMS" in verdict.cause
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"margins": {"1B": 0.1}}, "`margins` must be one of 1b, 2; got '1B'"),
+        ({"margins": {"1b": -0.1}}, r"`margins\['1b'\]` must be a number above 0"),
+        ({"margins": {"2": "0.1"}}, r"`margins\['2'\]` must be a number above 0"),
+        ({"margins": {"2": float("nan")}}, "at most 1; got nan"),
+        ({"under_test": ("dtipe",)}, "did you mean 'dtype'"),
+        ({"under_test": "dtype"}, "`under_test` must be a list of field names; got 'dtype'"),
+        ({"n_variants": -1}, "`n_variants` must be a whole number of at least 0; got -1"),
+        ({"prompts": 5}, "`prompts` must be a path, texts.*; got int"),
+        ({"prompts": "def f(x):"}, r"for a single text give a list: \[text\]"),
+        ({"prompts": [1, 2, 3]}, r"`prompts\[0\]` must be a text, a list.*; got 1"),
+        ({"prompts": [PROMPT_S, [1.7, 2]]}, r"`prompts\[1\]` must be a text"),
+        ({"prompts": [PROMPT_S, []]}, r"`prompts\[1\]`: `ids` must hold at least one token id"),
+        ({"prompts": [""]}, r"`prompts\[0\]`: `text` must hold more than white space"),
+        ({"prompts": [[-1, 2]]}, r"`prompts\[0\]`: `ids.0` .*greater than or equal to 0"),
+        ({"prompts": {"a b": [1, 2]}}, "must be 1 to 64 of the characters"),
+        ({"prompts": [Prompt(id="a", ids=(1,)), Prompt(id="a", ids=(2,))]}, "unique ids.* a$"),
+        ({"decoding": Decoding(max_new_tokens=10**9)}, "more than half of"),
+        ({"candidate": "tiny-draft"}, r"pass `models.load\('tiny-draft'\)`"),
+        ({"reference": "tiny-target"}, r"pass `models.load\('tiny-target'\)`"),
+    ],
+)
+def test_wrong_options_are_named(t0, options, said):
+    given = {"reference": t0, "candidate": "bfloat16", "prompts": [PROMPT_S], "decoding": GREEDY}
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        check(**given | options, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda logits: None, "`function` must return .*; got NoneType"),
+        (lambda logits: logits.long(), "`function` must return .*; got torch.int64 .1, 4, 97."),
+        (lambda logits: logits[0, 0], r"`function` must return .*; got torch.float32 \(97,\)"),
+        (lambda logits: "text", "`function` must return .*; got str"),
+    ],
+)
+def test_functions_that_return_no_logits_are_named(t0, returned, said):
+    with pytest.raises(ValueError, match=said):
+        ask(t0, lambda ids: returned(t0(ids).logits))
+
+
+def test_functions_may_return_what_a_model_returns_and_take_over_end_ids():
+    network = build_t0(eos_token_id=62)
+    for pair in ((network, lambda ids: network(ids)), (lambda ids: network(ids), network)):
+        verdict = ask(*pair, decoding=Decoding(max_new_tokens=20))
+        assert verdict["1b"].estimate == 0
+        assert (verdict.evidence["tokens"]["n_reference"] < 20).any()
+
+
+def test_outputs_that_are_all_empty_divide_nothing(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("\n\n")
+    verdict = ask(tmp_path / "a.txt", tmp_path / "b.txt", None, None)
+    assert words(verdict)["1b"] == "NOT TESTED"
+
+    class Silent(TransformersEngine):
+        def generate(self, prompts, decoding, *, seed):
+            return [dataclasses.replace(c, output_ids=(), logprobs=(), logits=None)
+                    for c in super().generate(prompts, decoding, seed=seed)]  # fmt: skip
+
+    for name in ("a", "b"):
+        engine = Silent(build_t0())
+        runs.record(tmp_path / name, engine, asked(2), GREEDY, progress=False)
+    assert words(ask(tmp_path / "a", tmp_path / "b", None, None))["1a"] == "NOT TESTED"
+
+
+def test_speeds_are_measured_in_turn(t0):
+    sides = {"again": build_t0(), "batch-8": "batch-8"}
+    frame = speed_up(t0, sides, rows(4), Decoding(max_new_tokens=3), repeats=2)
+    assert frame["side"].tolist()[1:] == ["again", "batch-8"]
+    assert frame.loc[0, "speed_up"] == 1
+    assert (frame["slowest_tokens_per_s"] <= frame["tokens_per_s"]).all()
+    assert (frame["tokens_per_s"] <= frame["fastest_tokens_per_s"]).all()
+    for repeats, other in ((0, t0), (1, "nowhere")):
+        with pytest.raises((ValueError, KeyError)):
+            speed_up(t0, {"x": other}, rows(2), repeats=repeats)

@@ -5,35 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from lossless_lab import runs
-from lossless_lab.engines import Decoding
-from lossless_lab.models.places import choose
 from lossless_lab.pipeline import Stored, as_subject, check
 from lossless_lab.runs.folder import write_json
 from lossless_lab.semantic.text import similarity
 from lossless_lab.verdict import Verdict
 
-FIELDS = (*runs.Manifest.model_fields, *(f.name for f in fields(Decoding)))
 HINT = "; if that is what you test, allow it with --under-test FIELD"
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the verdict, write its records; returns the exit code of the level asked for."""
     sides = [_side(path) for path in (arguments.reference, arguments.candidate)]
-    allowed = [choose("--under-test", name, FIELDS) for name in arguments.under_test]
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
     given = {"1b": arguments.margin_prompts, "2": arguments.margin_tv}
     verdict = check(
         *sides,
         margins={level: value for level, value in given.items() if value is not None},
-        under_test=allowed,
+        under_test=arguments.under_test,
         progress=sys.stderr.isatty(),
     )
     print(_printed(verdict, arguments.format))

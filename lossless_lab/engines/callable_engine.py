@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from .decoding import Decoding
@@ -22,7 +23,7 @@ class CallableEngine:
     Parameters
     ----------
     function : ids [1, n] int64 -> logits [1, n, vocab_size] or [n, vocab_size]
-        Row t is the law of the id after position t.
+        Row t is the law of the id after position t; an object with `logits` will do.
     name : what reports call it.
     tokenizer : optional, to decode outputs.
     stop_token_ids : end ids, as nothing else declares any.
@@ -47,8 +48,6 @@ class CallableEngine:
         """The same settings with this engine's end ids filled in."""
         if decoding.stop_token_ids is not None:
             return decoding
-        from dataclasses import replace
-
         return replace(decoding, stop_token_ids=self.stop_token_ids)
 
     def generate(self, prompts: Rows, decoding: Decoding, *, seed: int) -> list[Completion]:
@@ -97,11 +96,17 @@ class CallableEngine:
 
     def _logits(self, row: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():
-            logits = torch.as_tensor(self.function(torch.tensor([row])))
-        logits = logits[0] if logits.ndim == 3 else logits
-        if logits.ndim != 2 or len(logits) != len(row):
-            raise ValueError(
-                f"`function` must return logits [1, {len(row)}, vocab_size] for {len(row)} ids; "
-                f"got {tuple(logits.shape)}"
-            )
-        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+            found = self.function(torch.tensor([row]))
+        logits = getattr(found, "logits", found)
+        if isinstance(logits, np.ndarray | list | tuple):
+            logits = torch.as_tensor(np.asarray(logits))
+        told = type(logits).__name__
+        if isinstance(logits, torch.Tensor):
+            told = f"{logits.dtype} {tuple(logits.shape)}"
+            shaped = logits[0] if logits.ndim == 3 else logits
+            if logits.is_floating_point() and shaped.ndim == 2 and len(shaped) == len(row):
+                return shaped.float() if logits.dtype.itemsize == 2 else shaped
+        raise ValueError(
+            f"`function` must return floating-point logits [1, {len(row)}, vocab_size] for "
+            f"{len(row)} ids, or an object with `logits`; got {told}"
+        )

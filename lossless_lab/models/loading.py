@@ -1,5 +1,6 @@
 """Loading a model: explicit dtype, safetensors only, no remote code, no dead kernel."""
 
+import difflib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,12 +107,12 @@ def _what_is_missing(name, folder) -> str:
 def _check_device(device) -> None:
     import torch
 
-    try:
-        kind = "auto" if device == "auto" else torch.device(device).type
-    except RuntimeError:
-        raise ValueError(
-            f"`device` {device!r} is none that torch knows; give cpu, cuda, cuda:0, mps or auto"
-        ) from None
+    kinds = ("cpu", "cuda", "mps", "xpu", "auto")
+    kind, _, index = str(device).partition(":")
+    if kind not in kinds or (":" in str(device) and not index.isdecimal()):
+        near = difflib.get_close_matches(kind, kinds, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; give cpu, cuda, cuda:0, mps or auto"
+        raise ValueError(f"`device` {device!r} is none that torch knows{hint}")
     there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in there and not there[kind]():
         raise ValueError(f"`device` {device!r}: torch sees none here; run `lossless-lab doctor`")

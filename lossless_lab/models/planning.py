@@ -164,6 +164,16 @@ def refuse_if_too_large(folder, dtype, device) -> None:
         raise MemoryError(_too_large(needed, free, dtype))
 
 
+def refuse_if_beyond(needed_bytes, what) -> None:
+    """Raise ValueError where `what` takes more than half of the memory that is free."""
+    free = free_bytes()
+    if needed_bytes > free / 2:
+        raise ValueError(
+            f"{what} take {needed_bytes / GIB:,.1f} GiB, more than half of the "
+            f"{free / GIB:.1f} GiB at hand; use fewer prompts, samples or tokens"
+        )
+
+
 def _without_storage(config, dtype):
     """The network on torch's meta device: shapes and dtypes, no memory."""
     import torch

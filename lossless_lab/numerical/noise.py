@@ -13,7 +13,8 @@ from ..results import Result
 from .nonfinite import largest
 
 _CHUNK = 1 << 20  # logits per chunk in float64: 8 MiB
-_NO_LAW = float(np.finfo(np.float64).max)  # the difference of a variant whose logits are no law
+# What stands for the difference of a variant whose logits are no law, as keywords of nan_to_num.
+NO_LAW = dict.fromkeys(("nan", "posinf"), float(np.finfo(np.float64).max))
 _UNLIKE = 30  # times the others' difference: no re-ordering of the same function
 
 
@@ -53,17 +54,19 @@ class NoiseFloor(Result):
 
     @property
     def not_invariant(self) -> tuple[str, ...]:
-        """Variants that moved the logits over 30 times as far as the others did, or to NaN.
+        """Variants that moved the logits over 30 times as far as the median of those below them.
 
         The reference does not compute the same function there, so they are no measure of noise.
-        The others' figure is the lower quartile of those that moved at all, as several variants
-        may share one cause.
+        Taken from the smallest up, since they may be in the majority; what moved nothing does not
+        count, what moved less than 1 ULP counts as 1 ULP, and at least two must be below.
         """
-        found = []
-        for name, value in self.variants.items():
-            others = [v for n, v in self.variants.items() if n != name and v > 0]
-            if value == _NO_LAW or (others and value / _UNLIKE > np.quantile(others, 0.25)):
+        found, below = [], []
+        for name, value in sorted(self.variants.items(), key=lambda item: item[1]):
+            far = len(below) > 1 and value / _UNLIKE > np.median(below)
+            if far or value == NO_LAW["nan"]:
                 found.append(name)
+            elif value > 0:
+                below.append(max(value, self.ulp))
         return tuple(found)
 
     @property

@@ -47,8 +47,13 @@ class TokenComparison(Result):
 
     @property
     def exact_share(self) -> float:
-        """Share of pairs with equal ids."""
+        """Share of pairs with equal ids (equal texts, where no ids are)."""
         return float(self.frame["ids_equal"].mean())
+
+    @property
+    def of_texts(self) -> bool:
+        """Whether some pair had no ids, so that texts alone were compared."""
+        return bool(self.frame["n_reference"].isna().any())
 
     @property
     def text_share(self) -> float:
@@ -65,10 +70,9 @@ class TokenComparison(Result):
         return self.frame
 
     def __str__(self) -> str:
-        text = (
-            f"{len(self.frame)} pairs of {self.n_prompts} prompts: ids equal in "
-            f"{self.exact_share:.1%}, text equal in {self.text_share:.1%}"
-        )
+        ids = "" if self.of_texts else f"ids equal in {self.exact_share:.1%}, "
+        text = f"{len(self.frame)} pairs of {self.n_prompts} prompts: {ids}"
+        text += f"text equal in {self.text_share:.1%}"
         kinds = self.frame["kind"].value_counts()
         differing = [f"{n} {kind}" for kind, n in kinds.items() if kind != "equal"]
         text += f" ({', '.join(differing)})" if differing else ""

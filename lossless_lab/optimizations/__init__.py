@@ -32,7 +32,7 @@ def find(name: str) -> Optimization:
     """
     if name in CATALOGUE:
         return CATALOGUE[name]
-    if name.startswith("batch-") and name[6:].isdigit():
+    if name.startswith("batch-") and name[6:].isdecimal():
         return batch(int(name[6:]))
     nearest = get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."

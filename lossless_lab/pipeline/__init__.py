@@ -6,10 +6,11 @@ from lossless_lab.pipeline.check import check
 from lossless_lab.pipeline.compile_drift import CompileDrift, compile_drift
 from lossless_lab.pipeline.inspection import Inspection
 from lossless_lab.pipeline.recognition import as_subject
+from lossless_lab.pipeline.speed import speed_up
 from lossless_lab.pipeline.study import Study
-from lossless_lab.pipeline.subjects import EVIDENCE, Live, NotEvidence, Stored
+from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored
 
 __all__ = [
-    "EVIDENCE", "CompileDrift", "Inspection", "Live", "NotEvidence", "Stored", "Study",
-    "as_subject", "check", "compile_drift",
+    "CompileDrift", "Inspection", "Live", "NotEvidence", "Stored", "Study",
+    "as_subject", "check", "compile_drift", "speed_up",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from lossless_lab.engines.padding import forward_logits
 from lossless_lab.engines.protocol import Completion, batches, score_batches
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.engines.variants import harmless_variants
-from lossless_lab.numerical.noise import NoiseFloor, centred_rms, noise_floor
+from lossless_lab.numerical.noise import NO_LAW, NoiseFloor, centred_peak, centred_rms, noise_floor
 from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.numerical.twins import distance_in_float64, twin
 from lossless_lab.optimizations.entry import copied, patched
@@ -42,7 +42,7 @@ def measured_floor(
     *,
     under_test: Sequence[str] = (),
     n_variants: int = 19,
-    measured: dict[str, np.ndarray] | None = None,
+    measured: dict[str, dict[str, np.ndarray]] | None = None,
     progress: Callable[[str], Any] = lambda what: None,
 ) -> NoiseFloor | None:
     """Noise floor of the reference along its own outputs, over its first harmless variants.
@@ -70,19 +70,23 @@ def measured_floor(
             measured[name] = _moved(completions, scored)
     if not chosen:
         return None
-    return noise_floor(
-        {name: measured[name] for name in chosen},
+    floor = noise_floor(
+        {name: measured[name]["rms"] for name in chosen},
         top_logits=np.concatenate([c.logits.max(-1).values.numpy() for c in completions]),
         dtype=reference.network.dtype,
-        self_rms=measured["unchanged"],
+        self_rms=measured["unchanged"]["rms"],
     )
+    return replace(floor, peaks={n: float(measured[n]["peak"].max()) for n in chosen})
 
 
-def _moved(completions: Sequence[Completion], scored: Scorer) -> np.ndarray:
-    """Centred RMS of the logits at each position, against those of the completions."""
+def _moved(completions: Sequence[Completion], scored: Scorer) -> dict[str, np.ndarray]:
+    """Centred difference of the logits at each position, against those of the completions."""
     pairs = ([c.prompt_ids for c in completions], [c.output_ids for c in completions])
-    found = zip(completions, scored(*pairs), strict=True)
-    return np.concatenate([centred_rms(c.logits, logits) for c, logits in found])
+    found = [(c.logits, x) for c, x in zip(completions, scored(*pairs), strict=True)]
+    return {
+        name: np.nan_to_num(np.concatenate([measure(*pair) for pair in found]), **NO_LAW)
+        for name, measure in (("rms", centred_rms), ("peak", centred_peak))
+    }
 
 
 def _admissible(

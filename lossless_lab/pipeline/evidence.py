@@ -19,6 +19,7 @@ from lossless_lab.pipeline.subjects import Subject
 from lossless_lab.prompts import Prompt
 from lossless_lab.semantic.text import similarity
 from lossless_lab.statistical.divergences import divergences
+from lossless_lab.statistical.goodness_of_fit import SamplerFit, penalised, sampler_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ def gather(
     keys = [(p.id, i) for p in prompts for i in range(decoding.n_samples)]
     scored = candidate.along(own, [c.output_ids for c in completions])
     dtypes = [dtype_of(side, decoding, prompts) for side in (reference, candidate)]
+    told = [side.facts(decoding, prompts).get("text") for side in (reference, candidate)]
+    flattened = "flattened" in told  # white space then means nothing
     frames, undefined, logits = [], [], {}
     for key, c, theirs in zip(keys, completions, scored, strict=True):
         if c.logits is None or theirs is None:
@@ -90,8 +93,8 @@ def gather(
         undefined += [(key[0], *rest) for rest in found.undefined]
         frames.append(_with_bits(found.frame, *logits[key], dtypes[0]).assign(sample_index=key[1]))
     tokens = compare_tokens(
-        _records(keys, completions),
-        _records(keys, own),
+        _records(keys, completions, flattened),
+        _records(keys, own, flattened),
         laws=logits.get,
         dtype=max(dtypes, key=lambda name: torch.finfo(getattr(torch, name)).eps),
         reference_stop_ids=decoding.stop_token_ids,
@@ -110,26 +113,38 @@ def gather(
 
 
 def supporting(evidence: Evidence) -> dict[str, Any]:
-    """Figures that decide nothing: exact share, text similarity, speed."""
+    """Figures that decide nothing: exact share and text similarity."""
     pairs = list(zip(evidence.reference, evidence.candidate, strict=True))
     found: dict[str, Any] = {"exact share": evidence.tokens.exact_share}
     if any(a.text or b.text for a, b in pairs):  # no texts where nothing decodes them
         alike = [similarity(a.text, b.text) for a, b in pairs]
         found["mean text similarity"] = float(np.mean(alike))
-    speeds = [tokens_per_second(side) for side in (evidence.reference, evidence.candidate)]
-    if None not in speeds:
-        found |= {"tokens/s": speeds[1], "speed-up": speeds[1] / speeds[0]}
     return found
 
 
-def tokens_per_second(completions: Sequence[Completion]) -> float | None:
-    """Output tokens over wall time, the first batch left out as warm-up where there are others."""
-    if any("batch_ms" not in c.timings for c in completions):
+def sampler_of(evidence: Evidence) -> SamplerFit | None:
+    """The candidate's tokens against the laws of its own logits; None under greedy decoding."""
+    d = evidence.decoding
+    if d.greedy:
         return None
-    first = int(completions[0].timings["batch_rows"])
-    counted = completions[first:] or completions
-    ms = sum(c.timings["batch_ms"] / c.timings["batch_rows"] for c in counted)
-    return 1e3 * sum(len(c.output_ids) for c in counted) / ms
+    own = [c for c in evidence.candidate if c.logits is not None]
+    penalty = d.repetition_penalty
+    return sampler_fit(
+        (
+            (
+                c.logits
+                if penalty == 1
+                else penalised(c.logits, c.prompt_ids, c.output_ids, penalty),
+                c.output_ids,
+            )
+            for c in own
+        ),
+        temperature=d.temperature,
+        top_k=d.top_k,
+        top_p=d.top_p,
+        min_p=d.min_p,
+        rng=np.random.default_rng([d.seed, len(own)]),
+    )
 
 
 def dtype_of(subject: Subject, decoding: Decoding, prompts: Sequence[Prompt]) -> str:
@@ -150,16 +165,15 @@ def _with_bits(
 
 
 def _records(
-    keys: Sequence[tuple[str, int]], completions: Sequence[Completion]
+    keys: Sequence[tuple[str, int]], completions: Sequence[Completion], flattened: bool
 ) -> list[SimpleNamespace]:
+    told = ("prompt_ids", "output_ids", "finish_reason")
     return [
         SimpleNamespace(
             prompt_id=prompt_id,
             sample_index=sample_index,
-            prompt_ids=c.prompt_ids,
-            output_ids=c.output_ids,
-            text=c.text,
-            finish_reason=c.finish_reason,
+            text=" ".join(c.text.split()) if flattened else c.text,
+            **{name: getattr(c, name) for name in told},
         )
         for (prompt_id, sample_index), c in zip(keys, completions, strict=True)
     ]

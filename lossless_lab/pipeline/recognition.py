@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from lossless_lab import runs
+from lossless_lab import models, runs
 from lossless_lab.engines.callable_engine import CallableEngine
 from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
-from lossless_lab.models import Model
-from lossless_lab.optimizations import CATALOGUE, Candidate, Optimization, find
+from lossless_lab.optimizations import Candidate, Optimization, find
 from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored, Subject
+from lossless_lab.prompts import prompt_set_hash
+from lossless_lab.runs.folder import logits_name
 
 
 def as_subject(given: Any, *, name: str = "", tokenizer: Any = None) -> Subject:
@@ -37,80 +37,135 @@ def as_subject(given: Any, *, name: str = "", tokenizer: Any = None) -> Subject:
     """
     if isinstance(given, Live | Stored):
         return given
-    if isinstance(given, Candidate):
-        engine = TransformersEngine(
-            given.model,
-            tokenizer=getattr(given.model, "tokenizer", tokenizer),
-            keep_logits=True,
-            **given.settings,
-        )
-        return Live(
-            name=name or given.name,
-            engine=engine,
-            optimization=given.optimization,
-            intact=given.reference_intact,
-        )
-    if isinstance(given, Model | nn.Module):
-        engine = TransformersEngine(
-            given, tokenizer=getattr(given, "tokenizer", tokenizer), keep_logits=True
-        )
-        return Live(name=name or _name_of(given), engine=engine)
-    if isinstance(given, TransformersEngine):
-        return Live(name=name or _name_of(given.model), engine=replace(given, keep_logits=True))
-    if hasattr(given, "generate") and hasattr(given, "score"):
-        return Live(name=name or type(given).__name__, engine=given)
     if isinstance(given, runs.Run | str | Path):
         return _stored(given, name)
-    if isinstance(given, Callable):
-        label = name or getattr(given, "__name__", "callable")
-        return Live(
-            name=label, engine=CallableEngine(function=given, name=label, tokenizer=tokenizer)
-        )
+    settings, made = {}, {}
+    if isinstance(given, Candidate):
+        made = {"optimization": given.optimization, "intact": given.reference_intact}
+        settings, name, given = given.settings, name or given.name, given.model
+    if isinstance(given, models.Model | nn.Module):
+        own = getattr(given, "tokenizer", tokenizer)
+        given = TransformersEngine(given, tokenizer=own, **settings)
+    if isinstance(given, TransformersEngine):
+        engine = replace(given, keep_logits=True)
+        return Live(name=name or _name_of(given.model), engine=engine, **made)
+    if hasattr(given, "generate") and hasattr(given, "score"):
+        return Live(name=name or type(given).__name__, engine=given)
+    if callable(given):
+        name = name or getattr(given, "__name__", "callable")
+        engine = CallableEngine(function=given, name=name, tokenizer=tokenizer)
+        return Live(name=name, engine=engine)
     raise NotEvidence(
         "a subject must be an engine, a model, a candidate, a module, a run folder, a .safetensors "
         f"file of logits or a function from ids to logits; got {type(given).__name__}"
     )
 
 
+def applied(candidate: Any, reference: Any) -> Any:
+    """A catalogue entry or its name as a subject with the reference's other settings."""
+    if isinstance(candidate, str) and not Path(candidate).exists():
+        _refuse_model_name(candidate)
+        candidate = find(candidate)
+    if not isinstance(candidate, Optimization):
+        return candidate
+    engine = getattr(as_subject(reference), "engine", None)
+    if not isinstance(engine, TransformersEngine):
+        raise NotEvidence(
+            f"{candidate.name!r} can only be applied to a model in this process; "
+            f"`reference` is {type(reference).__name__}"
+        )
+    made = candidate.apply(engine.model)
+    return Live(
+        name=made.name,
+        engine=replace(engine, model=made.model, **made.settings),
+        optimization=candidate,
+        intact=made.reference_intact,
+    )
+
+
+def tokenizer_of(subject: Subject) -> Any:
+    """What decodes this subject's outputs, None where nothing does."""
+    return getattr(getattr(subject, "engine", None), "tokenizer", None)
+
+
+def _refuse_model_name(given: Any) -> None:
+    if str(given) in models.places.KNOWN and not Path(given).exists():
+        raise NotEvidence(f"{str(given)!r} names a model: pass `models.load({str(given)!r})`")
+
+
 def _stored(given: runs.Run | str | Path, name: str) -> Stored:
     """A run folder, a .safetensors file of logits or a text file with one output per line."""
-    if not isinstance(given, runs.Run):
-        path = Path(given)
-        if path.suffix in (".npy", ".npz"):
-            raise NotEvidence(
-                f"{path.name}: logits need the ids they belong to beside them; write a "
-                ".safetensors file with logits/<prompt_id> and ids/<prompt_id>"
-            )
-        if path.suffix == ".safetensors":
-            return Stored(name=name or path.stem, completions=_from_logits(path))
-        if path.is_file():
-            return _from_text(path, name)
-        given = runs.Run(path)
+    if isinstance(given, runs.Run):
+        return _from_run(given, name)
+    _refuse_model_name(given)
+    path = Path(given)
+    if path.suffix in (".npy", ".npz"):
+        raise NotEvidence(
+            f"{path.name}: logits need the ids they belong to beside them; write a "
+            ".safetensors file with logits/<prompt_id> and ids/<prompt_id>"
+        )
+    if path.suffix in (".json", ".jsonl"):
+        raise NotEvidence(f"{path} is a part of a run; give the folder that holds it")
+    if path.suffix == ".safetensors":
+        return Stored(name=name or path.stem, completions=_from_logits(path))
+    if path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            run = runs.import_text(path, Path(folder, path.stem))
+            return _from_run(run, name or path.name)
+    return _from_run(runs.Run(path), name)
+
+
+def _from_run(run: runs.Run, name: str) -> Stored:
     completions = {}
-    for r in given.records:
-        kept = given.logits(r.prompt_id, r.sample_index)
+    for r in run.records:
+        ids, logits = run.logits(r.prompt_id, r.sample_index) or (None, None)
+        if ids is not None and (tuple(ids.tolist()) != r.output_ids or len(logits) != len(ids)):
+            raise runs.RunError(
+                f"{run.folder} is damaged: logits.safetensors and outputs.jsonl hold different ids "
+                f"of {logits_name(r.prompt_id, r.sample_index)!r}"
+            )
+        told = ("output_ids", "text", "finish_reason", "logprobs", "top_logprobs", "timings")
         completions[r.prompt_id, r.sample_index] = Completion(
             prompt_ids=r.prompt_ids or (),
-            output_ids=r.output_ids,
-            text=r.text,
-            finish_reason=r.finish_reason,
-            logprobs=r.logprobs,
-            top_logprobs=r.top_logprobs,
-            timings=r.timings,
-            logits=None if kept is None else kept[1],
+            logits=logits,
+            **{field: getattr(r, field) for field in told},
         )
     if not completions:
-        raise NotEvidence(f"{given.folder.name} holds no outputs")
-    manifest = {n: getattr(given.manifest, n) for n in type(given.manifest).model_fields}
-    entry = manifest["optimization"]
-    known = entry in CATALOGUE or entry.startswith("batch-")
-    return Stored(
-        name=name or given.folder.name,
+        raise NotEvidence(f"{run.folder.name} holds no outputs")
+    found = Stored(
+        name=name or run.folder.name,
         completions=completions,
-        manifest=manifest,
-        metrics=given.metrics,
-        optimization=find(entry) if known else None,
+        manifest=dict(run.manifest),
+        metrics=run.metrics,
+        optimization=_entry(run.manifest.optimization),
     )
+    _refuse_incomplete(run, found)
+    return found
+
+
+def _refuse_incomplete(run: runs.Run, found: Stored) -> None:
+    """A comparison of what is left would be silent about what was lost."""
+    n_prompts, n_samples = run.manifest.n_prompts, found.decoding.n_samples
+    promised, held = n_prompts * n_samples, len(found.completions)
+    if n_prompts and held != promised:
+        unfinished = "" if run.complete else "; the run is unfinished, its command goes on"
+        raise NotEvidence(
+            f"{run.folder} holds {held} of the {promised} outputs that its manifest promises "
+            f"({n_prompts} prompts × {n_samples} samples): {abs(promised - held)} "
+            f"{'are missing' if held < promised else 'are too many'}{unfinished}"
+        )
+    promised_set, prompts = run.manifest.prompt_set_sha256, found.prompts
+    known = promised_set != "unknown" and all(p.ids for p in prompts)
+    if known and prompt_set_hash(prompts) != promised_set:
+        raise runs.RunError(f"{run.folder} is damaged: its outputs answer other prompts than its "
+                            "manifest names")  # fmt: skip
+
+
+def _entry(name: str) -> Optimization | None:
+    try:
+        return find(name)
+    except (KeyError, ValueError):  # "none", or of another version
+        return None
 
 
 def _from_logits(path: Path) -> dict[tuple[str, int], Completion]:
@@ -136,37 +191,7 @@ def _from_logits(path: Path) -> dict[tuple[str, int], Completion]:
     return found
 
 
-def _from_text(path: Path, name: str) -> Stored:
-    with tempfile.TemporaryDirectory() as folder:
-        return _stored(runs.import_text(path, Path(folder, path.stem)), name or path.name)
-
-
 def _name_of(model: Any) -> str:
     network = getattr(model, "network", model)
     dtype = str(getattr(network, "dtype", "")).removeprefix("torch.")
     return f"{getattr(model, 'name', type(network).__name__)} {dtype}".strip()
-
-
-def applied(candidate: Any, reference: Any) -> Any:
-    """A catalogue entry or its name as a subject with the reference's other settings."""
-    if isinstance(candidate, str) and not Path(candidate).exists():
-        candidate = find(candidate)
-    if not isinstance(candidate, Optimization):
-        return candidate
-    engine = getattr(as_subject(reference), "engine", None)
-    if not isinstance(engine, TransformersEngine):
-        raise NotEvidence(
-            f"{candidate.name!r} can only be applied to a model in this process; "
-            f"`reference` is {type(reference).__name__}"
-        )
-    made = candidate.apply(engine.model)
-    return Live(
-        name=made.name,
-        engine=replace(engine, model=made.model, **made.settings),
-        optimization=candidate,
-        intact=made.reference_intact,
-    )
-
-
-def is_stored(candidate: Any) -> bool:
-    return isinstance(candidate, Stored | runs.Run | str | Path)

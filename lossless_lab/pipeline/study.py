@@ -14,14 +14,15 @@ from tqdm.auto import tqdm
 from lossless_lab import runs
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import Completion
+from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor
 from lossless_lab.pipeline import answers, triage
-from lossless_lab.pipeline.asked import decoding_for, prompts_for, require_memory
-from lossless_lab.pipeline.causes import cause
+from lossless_lab.pipeline.asked import decoding_for, distinct, prompts_for, require_memory
+from lossless_lab.pipeline.causes import cause, no_law
 from lossless_lab.pipeline.controls import measured_floor
-from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, supporting
-from lossless_lab.pipeline.recognition import applied, as_subject
+from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, sampler_of, supporting
+from lossless_lab.pipeline.recognition import applied, as_subject, tokenizer_of
 from lossless_lab.pipeline.subjects import Live, Stored, Subject
 from lossless_lab.statistical.divergences import distribution
 from lossless_lab.verdict import Verdict, uniform
@@ -50,18 +51,22 @@ class Study:
         keep_logits: bool = False,
         progress: bool = True,
     ) -> None:
+        triage.refuse_options(margins or {}, n_variants=n_variants)
         self.reference = as_subject(reference, tokenizer=tokenizer)
         self.decoding = decoding_for(self.reference, decoding)
-        self.asked = prompts_for(self.reference, prompts, tokenizer)
+        self._listed = prompts_for(self.reference, prompts, tokenizer)
+        self.asked = distinct(self._listed)
         self.verdicts: dict[str, Verdict] = {}
         self.evidence: dict[str, Evidence] = {}
         self.subjects: dict[str, Subject] = {}
-        self._tokenizer, self._margins = tokenizer, dict(margins or {})
+        self._tokenizer = tokenizer_of(self.reference) or tokenizer
+        self._margins = dict(margins or {})
         stored = isinstance(self.reference, Stored)
+        self._whole = stored and prompts is None
         self._decoding = self.decoding if stored and decoding is None else decoding
         self._given_floor, self._n_variants = floor, n_variants
         self._keep, self._progress = keep_logits, progress
-        self._variants: dict[str, np.ndarray] = {}
+        self._variants: dict[str, dict[str, np.ndarray]] = {}
         self._layers: dict[tuple[str, str], pd.DataFrame] = {}
 
     @cached_property
@@ -72,8 +77,9 @@ class Study:
 
     def add(self, candidate: Any, *, name: str = "", under_test: Sequence[str] = ()) -> Verdict:
         """Compare one more candidate and keep its verdict under its name."""
+        triage.refuse_options({}, under_test)
         candidate = applied(candidate, self.reference)
-        subject = as_subject(candidate, name=name, tokenizer=self._tokenizer_of_reference)
+        subject = as_subject(candidate, name=name, tokenizer=self._tokenizer)
         with tqdm(total=None, disable=not self._progress, desc=subject.name, leave=False) as bar:
             verdict = self._verdict(subject, tuple(under_test), bar.set_postfix_str)
         self.subjects[subject.name] = subject
@@ -126,19 +132,12 @@ class Study:
     ) -> pd.DataFrame:
         """Both laws at one position of one prompt."""
         reference, candidate = self.evidence[pair[1]].logits[prompt_id, 0]
-        tokenizer = self._tokenizer_of_reference
-        decode = None if tokenizer is None else tokenizer.decode
+        decode = getattr(self._tokenizer, "decode", None)
         return distribution(reference[position], candidate[position], tokenizer_decode=decode, k=k)
 
     def verdict(self, pair: tuple[str, str]) -> str:
         """The verdict in one sentence."""
         return self.verdicts[pair[1]].sentence
-
-    @property
-    def _tokenizer_of_reference(self) -> Any:
-        return (
-            getattr(getattr(self.reference, "engine", None), "tokenizer", None) or self._tokenizer
-        )
 
     def _completion(self, prompt_id: str) -> Completion:
         index = [p.id for p in self.asked].index(prompt_id)
@@ -150,39 +149,45 @@ class Study:
         entries = (self.reference.optimization, candidate.optimization)
         allowed = (*under_test, *(name for entry in entries if entry for name in entry.changes))
         decoding = decoding_for(candidate, self._decoding, like=self.decoding)
-        sides = {"reference": self.reference.name, "candidate": candidate.name}
         rows = runs.differences(
-            self.reference.facts(self.decoding, self.asked),
-            candidate.facts(decoding, self.asked),
+            self.reference.facts(self.decoding, self._listed),
+            candidate.facts(decoding, self._listed),
         )
-        kept = {"differences": tuple(map(tuple, rows[DIFFERENCE_COLUMNS].astype(str).to_numpy()))}
-        if not candidate.intact:
-            return uniform("INVALID", "applying the entry changed the reference itself", **sides)
-        if problem := triage.vocabularies_differ(rows):
-            return uniform("INVALID", problem, **sides, **kept)
-        if problem := triage.not_comparable(rows, allowed):
+        common = {"reference": self.reference.name, "candidate": candidate.name}
+        common["differences"] = tuple(map(tuple, rows[DIFFERENCE_COLUMNS].astype(str).to_numpy()))
+        problem = "" if candidate.intact else "applying the entry changed the reference itself"
+        problem = problem or triage.vocabularies_differ(rows)
+        if not problem and (problem := triage.not_comparable(rows, allowed)):
             problem += self._anyway(candidate, decoding)
-            return uniform("INVALID", problem, **sides, **kept)
+        if problem:
+            return uniform("INVALID", problem, **common)
+        if same := triage.one_and_the_same(self.reference, candidate, rows):
+            return uniform("VACUOUS", same, witness="none", **common)
         before = triage.state(self.reference)
         progress("witness")
         witness = triage.witness(candidate, self.asked, decoding)
         if witness == "":
             why = f"{candidate.name} left no trace of having run"
-            return uniform("VACUOUS", why, witness="none", **sides, **kept)
+            return uniform("VACUOUS", why, witness="none", **common)
         progress("outputs")
         evidence = self._gather(candidate, decoding)
-        floor = None
-        if len(evidence.positions) and not evidence.positions["bitwise_equal"].all():
+        lawless = no_law(evidence, "reference")
+        floor, positions = None, evidence.positions
+        if not lawless and len(positions) and not positions["bitwise_equal"].all():
             floor = self._floor(allowed, progress)
         if triage.state(self.reference) != before:
             why = "the reference's weights or logits changed while the candidate ran"
-            return uniform("INVALID", why, witness=witness, **sides, **kept)
+            return uniform("INVALID", why, witness=witness, **common)
         self.evidence[candidate.name] = evidence if self._keep else evidence.without_logits()
         found = self._concluded(candidate, evidence, floor, progress)
-        return Verdict(witness=witness, **found, **kept, **sides)
+        if lawless:
+            found["answers"] = answers.demoted(found["answers"], "INVALID", ("1c", "2"))
+        return Verdict(witness=witness, **found, **common)
 
     @property
     def _why_no_floor(self) -> str:
+        if isinstance(getattr(self.reference, "engine", None), TransformersEngine):
+            return "no noise floor was given, and no harmless variant was run"
         kind = "stored" if isinstance(self.reference, Stored) else "a function"
         return f"no noise floor was given, and the reference is {kind}, so none can be measured"
 
@@ -199,6 +204,8 @@ class Study:
         )
 
     def _gather(self, candidate: Subject, decoding: Decoding) -> Evidence:
+        if self._whole and isinstance(candidate, Stored):
+            self.reference.refuse_without([*candidate.completions])
         return gather(
             self.reference,
             candidate,
@@ -222,16 +229,20 @@ class Study:
         """Answers, cause, supporting figures and frames of a verdict."""
         dtypes = [dtype_of(s, self.decoding, self.asked) for s in (self.reference, candidate)]
         margins = answers.default_margins(tuple(dtypes)) | self._margins
-        positions = evidence.positions
+        positions, sampled = evidence.positions, sampler_of(evidence)
         proven = len(positions) > 0 and bool(positions["bitwise_equal"].all())
+        same_ids = sampled is None or evidence.tokens.n_prompts_differing == 0
         given = (
             answers.bitwise(positions),
             answers.token_ids(evidence.tokens, proven, margins["1b"]),
             answers.within_floor(positions, proven, floor, self._why_no_floor),
-            answers.distribution(positions, proven, margins["2"]),
+            answers.distribution(positions, proven and same_ids, margins["2"], sampled),
             answers.task_quality(),
         )
-        why = cause(self.reference, candidate, evidence, given, floor=floor, progress=progress)
+        if len(positions) == 0:
+            sampled = None
+        sides = (self.reference, candidate)
+        why = cause(*sides, evidence, given, floor=floor, sampled=sampled, progress=progress)
         figures = supporting(evidence)
         if counted := triage.exercised(candidate, evidence.candidate):
             figures["exercised"] = f"{counted[0]} of {counted[1]} positions"

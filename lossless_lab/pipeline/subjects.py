@@ -19,8 +19,6 @@ from lossless_lab.engines.protocol import Completion, batches, complete
 from lossless_lab.optimizations import Optimization
 from lossless_lab.prompts import Prompt
 
-EVIDENCE = ("text", "ids", "top-k logprobs", "full logits", "modules")
-
 
 class NotEvidence(ValueError):
     """What was handed in cannot be compared; the message says what is missing."""
@@ -44,13 +42,16 @@ class Live:
     intact: bool = True
 
     @property
-    def evidence(self) -> str:
-        return "full logits" if self.network is None else "modules"
-
-    @property
     def network(self) -> nn.Module | None:
         """The network, where there is one to look into."""
         return getattr(self.engine, "network", None)
+
+    @property
+    def computes(self) -> Any:
+        """What the answers come from: network, function, or the engine where it holds neither."""
+        if self.network is not None:
+            return self.network
+        return getattr(self.engine, "function", self.engine)
 
     @property
     def compiled(self) -> bool:
@@ -106,15 +107,6 @@ class Stored:
     compiled: bool = False
 
     @property
-    def evidence(self) -> str:
-        held = list(self.completions.values())
-        if all(c.logits is not None for c in held):
-            return "full logits"
-        if all(c.output_ids is not None for c in held):
-            return "top-k logprobs" if all(c.top_logprobs for c in held) else "ids"
-        return "text"
-
-    @property
     def prompts(self) -> list[Prompt]:
         """The prompts that were answered, in order."""
         firsts = {name: c.prompt_ids for (name, sample), c in self.completions.items()}
@@ -136,11 +128,16 @@ class Stored:
     def complete(self, prompts: Sequence[Prompt], decoding: Decoding) -> list[Completion]:
         """The stored completions of these prompts."""
         keys = [(p.id, sample) for p in prompts for sample in range(decoding.n_samples)]
-        missing = [f"{name} (sample {sample})" for name, sample in keys if (name, sample) not in
-                   self.completions]  # fmt: skip
-        if missing:
-            raise NotEvidence(f"{self.name} holds no output of {', '.join(missing[:5])}")
+        self.refuse_without(keys)
         return [self.completions[key] for key in keys]
+
+    def refuse_without(self, keys: Sequence[tuple[str, int]]) -> None:
+        """Raise NotEvidence where outputs are missing: the rest is a choice that nobody made."""
+        missing = [f"{name} (sample {i})" for name, i in keys if (name, i) not in self.completions]
+        if missing:
+            raise NotEvidence(
+                f"{self.name} lacks {len(missing)} of {len(keys)} outputs: {', '.join(missing[:5])}"
+            )
 
     def along(
         self, own: Sequence[Completion], given: Sequence[Sequence[int]]

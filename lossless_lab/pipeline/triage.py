@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 
 import pandas as pd
 
+from lossless_lab import runs
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import Completion
+from lossless_lab.models.places import choose
 from lossless_lab.optimizations.entry import fingerprint
 from lossless_lab.optimizations.witness import compiled_code, observe
 from lossless_lab.pipeline.subjects import Stored, Subject
 from lossless_lab.prompts import Prompt
+from lossless_lab.verdict.verdict import NOT_WITNESSED
+
+FIELDS = (*runs.Manifest.model_fields, *(f.name for f in fields(Decoding)))
+MARGINS = ("1b", "2")
+
+
+def one_and_the_same(reference: Subject, candidate: Subject, rows: pd.DataFrame) -> str:
+    """Why there is nothing to compare: one object on both sides, run with the same settings."""
+    if isinstance(reference, Stored) or isinstance(candidate, Stored):
+        return ""
+    same = reference.computes is candidate.computes or reference.computes == candidate.computes
+    if not same or set(rows["field"]) - {"optimization"}:
+        return ""
+    what = "network" if reference.network is not None else "function"
+    return f"both sides are one and the same {what}: was the change made in place?"
 
 
 def witness(candidate: Subject, prompts: Sequence[Prompt], decoding: Decoding) -> str:
@@ -20,9 +37,13 @@ def witness(candidate: Subject, prompts: Sequence[Prompt], decoding: Decoding) -
     entry = candidate.optimization
     if isinstance(candidate, Stored):
         seen = candidate.metrics.get("witness")
-        return "not witnessed" if seen is None else seen
+        if isinstance(seen, str):
+            return seen
+        claimed = candidate.manifest.get("optimization", "none")
+        why = "" if claimed == "none" else f": the manifest claims {claimed}, its run recorded none"
+        return NOT_WITNESSED + why
     if not (entry or candidate.compiled):
-        return "not witnessed"
+        return NOT_WITNESSED
     engine = candidate.engine
     ids = [p.ids for p in prompts[: engine.batch_size]]
     short = replace(decoding, max_new_tokens=min(3, decoding.max_new_tokens), n_samples=1)
@@ -34,7 +55,7 @@ def exercised(candidate: Subject, completions: Sequence[Completion]) -> tuple[in
     """(positions that could depend on the change, all positions), None where nothing tells."""
     if isinstance(candidate, Stored):
         told = [candidate.metrics.get(name) for name in ("exercised", "n_positions")]
-        return None if None in told else tuple(told)
+        return tuple(told) if all(type(n) is int for n in told) else None
     if candidate.optimization is None:
         return None
     lengths = [len(c.output_ids) for c in completions]
@@ -67,6 +88,24 @@ def vocabularies_differ(rows: pd.DataFrame) -> str:
             if not {a, b} & {None, "none"}:  # a side that has none, or does not tell
                 return f"the two sides have different vocabularies: {field} is {a} and {b}"
     return ""
+
+
+def refuse_options(
+    margins: Mapping[str, float], under_test: Sequence[str] = (), n_variants: int = 0
+) -> None:
+    """Raise ValueError for a name or value that would silently do nothing, or anything."""
+    for level, margin in margins.items():
+        choose("margins", level, MARGINS)
+        number = isinstance(margin, int | float) and not isinstance(margin, bool)
+        if not (number and 0 < margin <= 1):
+            rule = "a number above 0 and at most 1"
+            raise ValueError(f"`margins[{level!r}]` must be {rule}; got {margin!r}")
+    if isinstance(under_test, str):
+        raise ValueError(f"`under_test` must be a list of field names; got {under_test!r}")
+    for name in under_test:
+        choose("under_test", name, FIELDS)
+    if isinstance(n_variants, bool) or not isinstance(n_variants, int) or n_variants < 0:
+        raise ValueError(f"`n_variants` must be a whole number of at least 0; got {n_variants!r}")
 
 
 def state(subject: Subject) -> str:

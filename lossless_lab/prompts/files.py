@@ -158,7 +158,7 @@ def _parse(line: str) -> tuple[Prompt | None, list[str]]:
         return None, ["line must hold one JSON object; received a blank line"]
     try:
         fields = json.loads(line, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, [f"line must be one JSON object; {error}; received {_short(line)}"]
     if not isinstance(fields, dict):
         return None, [f"line must be one JSON object; received {_short(fields)}"]
@@ -169,7 +169,19 @@ def _parse(line: str) -> tuple[Prompt | None, list[str]]:
     try:
         return Prompt.model_validate(fields), []
     except ValidationError as error:
-        return None, [_rule(fault) for fault in error.errors()]
+        return None, broken_rules(error)
+
+
+def broken_rules(error: ValidationError) -> list[str]:
+    """The rules of a prompt that were broken, in words."""
+    return [_rule(fault) for fault in error.errors()]
+
+
+def refuse_same_names(prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError where two prompts have one id."""
+    names = [prompt.id for prompt in prompts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"`prompts` must have unique ids; more than one is {', '.join(twice[:5])}")
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict:

@@ -88,6 +88,12 @@ class Run:
                     break
                 first = error.errors()[0]
                 raise RunError(f"{path}:{number} is damaged: {first['msg']}") from None
+        lines = {}
+        for number, record in enumerate(found, start=1):
+            key = (record.prompt_id, record.sample_index)
+            if lines.setdefault(key, number) != number:
+                said = f"prompt {key[0]!r}, sample {key[1]} stands there more than once"
+                raise RunError(f"{path}:{number} is damaged: {said}")
         return found
 
     @property
@@ -100,9 +106,12 @@ class Run:
         """What came out; empty until the run is complete."""
         path = self.folder / "metrics.json"
         try:
-            return json.loads(path.read_bytes()) if path.is_file() else {}
-        except ValueError as error:
+            found = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is damaged: {error}") from None
+        if not isinstance(found, dict):
+            raise RunError(f"{path} is damaged: it must hold a JSON object; got {found!r:.40}")
+        return found
 
     @property
     def evidence(self) -> str:

@@ -67,6 +67,8 @@ def write_table(path: str | Path, root: str | Path | None = None) -> Path:
         Where only one marker is there, one occurs twice, or they stand in the wrong order.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"`path`: there is no folder {path.parent}")
     text = path.read_bytes().decode() if path.is_file() else ""
     counts = text.count(BEGIN), text.count(END)
     if counts == (0, 0):

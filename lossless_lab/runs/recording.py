@@ -14,7 +14,9 @@ from tqdm.auto import tqdm
 
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import Completion, batches, complete
+from lossless_lab.models.planning import refuse_if_beyond
 from lossless_lab.prompts import Prompt
+from lossless_lab.prompts.files import refuse_same_names
 
 from .folder import (
     Run,
@@ -30,6 +32,7 @@ from .manifest import Manifest, circumstances, differences, facts
 from .metrics import PeakMemory, measured
 
 PARTS = "logits.parts"
+_RECORD_BYTES = 400  # of an output besides its tokens
 _TOLD = ("prompt_ids", "output_ids", "finish_reason", "logprobs", "top_logprobs", "timings")
 
 
@@ -78,6 +81,12 @@ def record(
     if save_logits and "keep_logits" in getattr(engine, "__dataclass_fields__", {}):
         engine = dataclasses.replace(engine, keep_logits=True)
     fields = facts(engine, prompts, decoding, optimization=optimization)
+    n_rows, length = len(prompts) * decoding.n_samples, decoding.max_new_tokens
+    held = n_rows if save_logits else min(n_rows, engine.batch_size)
+    refuse_if_beyond(
+        4 * held * length * (fields["vocab_size"] or 0) + n_rows * (8 * length + _RECORD_BYTES),
+        f"{len(prompts)} prompts × {decoding.n_samples} samples × {length} tokens",
+    )
     _open(folder, Manifest(**fields, save_logits=save_logits, **circumstances()))
     run, keys = Run(folder), [(p.id, k) for p in prompts for k in range(decoding.n_samples)]
     todo = batches(len(keys), engine.batch_size)
@@ -108,18 +117,18 @@ def with_ids(prompts: Sequence[Prompt] | Mapping[str, Sequence[int]]) -> list[Pr
     """Prompts, each with token ids; ValueError names those that have none or occur twice."""
     if isinstance(prompts, Mapping):
         prompts = [Prompt(id=name, ids=tuple(ids)) for name, ids in prompts.items()]
-    names = [prompt.id for prompt in prompts]
     if without := [prompt.id for prompt in prompts if prompt.ids is None]:
         raise ValueError(f"`prompts` without ids (tokenize them first): {', '.join(without[:5])}")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"`prompts` must have unique ids; more than one is {', '.join(twice[:5])}")
-    if not names:
+    refuse_same_names(prompts)
+    if not prompts:
         raise ValueError("`prompts` must hold at least one prompt, got none")
     return list(prompts)
 
 
 def _open(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a new run, or refuse a folder that belongs to another."""
+    if folder.is_file():
+        raise RunError(f"`folder`: {folder} is a file; a run needs a folder")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "manifest.json").is_file():
         if (folder / "outputs.jsonl").is_file():
@@ -145,9 +154,10 @@ def _recover(
     for line in content.split(b"\n")[:-1]:  # what follows the last line break is torn
         try:
             held = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         ends.append(ends[-1] + len(line) + 1)
+        held = held if isinstance(held, dict) else {}
         names.append((held.get("prompt_id"), held.get("sample_index")))
     if names != list(keys[: len(names)]):
         raise RunError(f"{path} holds outputs of other prompts or in another order")

@@ -21,6 +21,7 @@ from lossless_lab.verdict.answer import (
     rounded,
 )
 
+NOT_WITNESSED = "not witnessed"
 PROPORTIONS = ("exact share", "mean text similarity")
 LEFT = "style='text-align: left'"
 
@@ -34,9 +35,9 @@ class Verdict:
     reference, candidate : names of the two sides.
     answers : one per level, in the order of LEVELS.
     cause : why the outputs differ, or why nothing could be judged; "" where there is no need.
-    witness : what proves that the optimisation ran, or "not witnessed".
+    witness : what proves that the optimisation ran, or "not witnessed" and why.
     differences : configuration differences, rows of (field, reference, candidate, kind).
-    supporting : evidence that decides nothing (text similarity, speed, exercised positions).
+    supporting : evidence that decides nothing (text similarity, exercised positions).
     evidence : the frames that the answers were computed from, by name.
     """
 
@@ -44,7 +45,7 @@ class Verdict:
     candidate: str
     answers: tuple[Answer, ...]
     cause: str = ""
-    witness: str = "not witnessed"
+    witness: str = NOT_WITNESSED
     differences: tuple[tuple[str, str, str, str], ...] = ()
     supporting: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, pd.DataFrame] = field(default_factory=dict, repr=False)
@@ -100,8 +101,9 @@ class Verdict:
         ]
         seen = [a.not_shown for a in self.answers if a.word not in UNTESTED]
         hidden += dict.fromkeys(filter(None, seen))
-        if self.witness == "not witnessed":
-            hidden.append("no witness shows that the optimisation ran")
+        if self.witness.startswith(NOT_WITNESSED):
+            why = self.witness.removeprefix(NOT_WITNESSED)
+            hidden.append(f"no witness shows that the optimisation ran{why}")
         return f" Not shown: {'; '.join(hidden)}." if hidden else ""
 
     def to_frame(self) -> pd.DataFrame:
