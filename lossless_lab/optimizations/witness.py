@@ -29,6 +29,7 @@ class Observation:
     compiled_calls : number of entries into code made by torch.compile.
     dtypes : parameter dtypes of the network, most frequent first.
     computed : dtypes of the keys that the network wrote into its cache.
+    network : what ran, for entries whose trace is in the weights.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Observation:
     compiled_calls: int
     dtypes: tuple[str, ...]
     computed: tuple[str, ...]
+    network: nn.Module
 
 
 def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
@@ -80,6 +82,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
         compiled_calls=compiled,
         dtypes=tuple(name for name, _ in dtypes.most_common()),
         computed=tuple(computed),
+        network=target,
     )
 
 
