@@ -29,6 +29,7 @@ def eager(graph, inputs):
 COMPILED = {
     "compile": compilation.whole(eager),
     "compile-mlp": compilation.mlps(eager),
+    "compile-static-cache": compilation.whole(eager, cache="static"),
 }
 
 

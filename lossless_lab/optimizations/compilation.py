@@ -20,7 +20,7 @@ from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
 # What each stage adds to the one before: backend and compiler options, by what it does. The last
-# three are the last full stage again with one switch turned.
+# four are the last full stage again with one switch turned.
 STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "capture": ("eager", {}),  # Dynamo's graph, run by the eager kernels
@@ -33,6 +33,7 @@ STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
             {"cpp.enable_floating_point_contract_flag": "off"},
         ),
         "inductor, unsafe math": ("inductor", {"cpp.enable_unsafe_math_opt_flag": True}),
+        "inductor, eager's random": ("inductor", {"fallback_random": True}),
     }
 )
 

@@ -155,8 +155,8 @@ candidates["draft instead"] = read(draft)
 # %% [markdown]
 # **Prediction.** Re-ordering touches the last digits of nearly every row (1a fails) and hardly ever
 # a greedy token (1b holds). bf16 does the same with coarser digits. In both cases the difference
-# should be a few rounding steps of the format at the size of the largest logit: if that lies
-# between 8 and 16, a step is a millionth in fp32 and 1/16 in bf16.
+# should be a few rounding steps of the format at the size of the largest logit (printed below): if
+# that lies between 8 and 16, a step is a millionth in fp32 and 1/16 in bf16.
 
 # %%
 frames = {k: divergences(reference, c, prompt_id=k).frame for k, c in candidates.items()}
@@ -168,6 +168,7 @@ level_1["largest difference (RMS)"] = [f["logit_rms"].max() for f in frames.valu
 # %%
 difference = level_1["largest difference (RMS)"]
 formats = ["bfloat16" if name == "bf16" else "float32" for name in candidates]
+print(f"largest logit: {float(reference.max()):.3g}")
 level_1["in rounding steps"] = difference / [ulp_of(reference.max(), f) for f in formats]
 floor = difference.iloc[:2].max()
 level_1["1c: times the floor"] = (difference / floor).where(difference > floor, "sets the floor")
@@ -321,8 +322,10 @@ level_3
 # %% [markdown]
 # Read *lost* and *won*, not only the sums: a change that loses ten and wins ten solves as many tasks
 # as before, and is another model. The last column says how many of all such places may be lost,
-# given that only 200 were tried (one-sided 95 %). That number, not the count, is held against the
-# margin, say 2 points.
+# given that only so many were tried (one-sided 95 %). That number, not the count, is held against
+# the margin: with a margin of 2 points, every row whose last column passes .02 has failed to show
+# that it is as good, though it may have lost one bracket or two. Failing to show it is not the same
+# as being worse; more places would tell.
 #
 # ## A vector, not a ladder
 #
@@ -460,10 +463,10 @@ scaled, noisy, bf16 = vector.loc[f"logits × {SCALE}"], vector.iloc[:2].max(), v
 bound = share_interval(int(noisy.iloc[1]), n, alternative="less").high
 Markdown(
     f"""On {MODEL}, no level implied another: logits × {SCALE} changed {scaled.iloc[1]} of {n} greedy
-tokens, {scaled.iloc[4]} bracket choices, and the sampling law by a mean TV of {scaled.iloc[3]:.3f}.
+tokens, and {scaled.iloc[4]} choices between brackets, and the sampling law by a mean TV of {scaled.iloc[3]:.3f}.
 Re-ordering the same sums changed {noisy.iloc[1]} tokens, hence at most {bound:.1%} of all such
 places (one-sided 95 %), at a mean TV of {noisy.iloc[3]:.0e}; bf16 changed {bf16.iloc[1]} tokens
-and {bf16.iloc[4]} brackets, at {bf16.iloc[3]:.0e}. Not shown: later tokens, other texts and
+and the bracket at {bf16.iloc[4]} places, at {bf16.iloc[3]:.0e}. Not shown: later tokens, other texts and
 models, engines, GPUs, and any task but {n} closing brackets."""
 )
 
