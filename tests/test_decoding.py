@@ -48,7 +48,7 @@ def test_union_of_declared_end_ids():
 
 def test_zero_temperature_is_greedy_and_recorded_as_zero():
     assert Decoding(temperature=0).greedy
-    assert Decoding(temperature=0.0).to_dict()["temperature"] == 0.0
+    assert Decoding(temperature=0.0).temperature == 0.0
     assert not Decoding(temperature=1e-7).greedy
 
 

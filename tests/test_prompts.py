@@ -209,9 +209,6 @@ def test_template_goes_to_ids_without_a_second_bos():
     assert naive == [BOS, BOS, END]  # the fault that is refused
     with pytest.raises(ValueError, match=r"prompt 'a': position 1 holds a second BOS \(id 257\)"):
         prompts.refuse_second_bos(naive, BOS, place="prompt 'a'")
-    assert prompts.prompt_difference(item.ids, naive, bos_id=BOS) == (
-        "prompts differ at position 1 (extra BOS)"
-    )
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + TEMPLATE, None])
@@ -265,20 +262,6 @@ def test_long_prompts_are_left_out_by_name_never_cut():
         assert prompts.tokenize(items, model_of(None), max_prompt_tokens=3) == items
     with pytest.raises(ValueError, match="`max_prompt_tokens` = 1 leaves out all: short"):
         prompts.tokenize(items, model_of(None), max_prompt_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("reference", "candidate", "expected"),
-    [
-        ([1, 2], [1, 2], ""),
-        ([1, 2, 3], [1, 9, 3], "prompts differ at position 1 (3 and 3 tokens)"),
-        ([1, 2], [1, 2, 3], "prompts differ at position 2 (2 and 3 tokens)"),
-        ([1], [1, 1], "prompts differ at position 1 (extra BOS)"),
-        ([2], [1, 2], "prompts differ at position 0 (extra BOS)"),
-    ],
-)
-def test_prompt_difference(reference, candidate, expected):
-    assert prompts.prompt_difference(reference, candidate, bos_id=1) == expected
 
 
 # ---- the hash of a set -------------------------------------------------------------------------

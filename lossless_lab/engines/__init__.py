@@ -12,32 +12,16 @@ from .protocol import Completion, Engine, batch_seed, batches, complete, score_b
 _LAZY = {
     "CallableEngine": "callable_engine",
     "TransformersEngine": "transformers_engine",
-    "engines_agree": "consistency",
     "forward_logits": "padding",
     "harmless_variants": "variants",
     "padding_fault": "padding",
-    "prefix_consistency": "consistency",
 }
 
 __all__ = [
-    "CallableEngine",
-    "Completion",
-    "Decoding",
-    "Engine",
-    "TransformersEngine",
-    "batch_seed",
-    "batches",
-    "complete",
-    "declared",
-    "engines_agree",
-    "forward_logits",
-    "harmless_variants",
-    "leaks",
-    "padding_fault",
-    "prefix_consistency",
-    "score_batches",
-    "stop_token_ids",
-]
+    "CallableEngine", "Completion", "Decoding", "Engine", "TransformersEngine", "batch_seed",
+    "batches", "complete", "declared", "forward_logits", "harmless_variants", "leaks",
+    "padding_fault", "score_batches", "stop_token_ids",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

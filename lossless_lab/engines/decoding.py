@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 # What `generate` imposes when a checkpoint is silent and sampling is on (transformers 5).
@@ -94,10 +94,6 @@ class Decoding:
     def greedy(self) -> bool:
         """True where temperature is 0: the seed and the filters then have no effect."""
         return self.temperature == 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field plus `greedy`, as plain values for a manifest."""
-        return asdict(self) | {"greedy": self.greedy}
 
     @classmethod
     def from_checkpoint(cls, generation_config: Any, **overrides: Any) -> Decoding:

@@ -40,7 +40,6 @@ class TransformersEngine:
     batch_size : int
         Rows per batch, for whoever partitions the work.
     cache : {"dynamic", "static", "none"}
-    padding_side : "left"
     extra_padding, companions : int
         Pad columns, and copies of the first row, added to every batch and thrown away: harmless.
     threads, attention : int, str
@@ -65,7 +64,6 @@ class TransformersEngine:
     tokenizer: Any = field(default=None, repr=False)
     batch_size: int = 1
     cache: str = "dynamic"
-    padding_side: str = "left"
     extra_padding: int = 0
     companions: int = 0
     threads: int | None = None
@@ -85,11 +83,6 @@ class TransformersEngine:
             object.__setattr__(self, "tokenizer", getattr(self.model, "tokenizer", None))
         if self.cache not in CACHES:
             raise ValueError(f"`cache` must be one of {', '.join(CACHES)}, got {self.cache!r}")
-        if self.padding_side != "left":
-            raise ValueError(
-                f'`padding_side` must be "left", got {self.padding_side!r}: after right padding '
-                "the next token would follow a pad"
-            )
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}")

@@ -6,13 +6,5 @@ from lossless_lab.models.places import available, folder, gguf_file, is_present
 from lossless_lab.models.planning import Plan, plan
 
 __all__ = [
-    "Model",
-    "Plan",
-    "available",
-    "fetch",
-    "folder",
-    "gguf_file",
-    "is_present",
-    "load",
-    "plan",
-]
+    "Model", "Plan", "available", "fetch", "folder", "gguf_file", "is_present", "load", "plan",
+]  # fmt: skip

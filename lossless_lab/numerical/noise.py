@@ -89,10 +89,6 @@ class NoiseFloor(Result):
         """No variant moved anything: a floor of zero, so the ULP is the unit."""
         return self.level == 0
 
-    def multiples(self, logit_rms: np.ndarray | float) -> np.ndarray:
-        """Centred logit RMS in units of the floor; above 1 is not explained by this noise."""
-        return np.asarray(logit_rms, dtype=np.float64) / self.unit
-
     def to_frame(self) -> pd.DataFrame:
         """Columns variant, role ("floor" or "A/A"), max_logit_rms, max_logit_peak (NaN where it was
         not measured), multiples_of_unit."""

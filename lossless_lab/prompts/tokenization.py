@@ -76,29 +76,6 @@ def refuse_second_bos(ids: Sequence[int], bos_id: int | None, *, place: str) -> 
         )
 
 
-def prompt_difference(
-    reference: Sequence[int], candidate: Sequence[int], *, bos_id: int | None = None
-) -> str:
-    """Where two id lists of one prompt first differ, in words; empty where they are equal.
-
-    Examples
-    --------
-    >>> prompt_difference([257, 256], [257, 257, 256], bos_id=257)
-    'prompts differ at position 1 (extra BOS)'
-    """
-    reference, candidate = list(reference), list(candidate)
-    if reference == candidate:
-        return ""
-    shared = zip(reference, candidate, strict=False)
-    position = next((i for i, (a, b) in enumerate(shared) if a != b), None)
-    if position is None:
-        position = min(len(reference), len(candidate))
-    longer, shorter = sorted((reference, candidate), key=len, reverse=True)
-    extra = bos_id is not None and longer[:1] == [bos_id] and longer[1:] == shorter
-    cause = "extra BOS" if extra else f"{len(reference)} and {len(candidate)} tokens"
-    return f"prompts differ at position {position} ({cause})"
-
-
 def _with_ids(prompt: Prompt, model, templated: bool) -> Prompt:
     if model.tokenizer is None:
         raise ValueError(f"prompt {prompt.id!r}: {model.name!r} has no tokenizer; give `ids`")

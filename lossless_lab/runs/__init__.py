@@ -7,16 +7,6 @@ from .recording import record
 from .text_files import export_text, import_text
 
 __all__ = [
-    "Manifest",
-    "Record",
-    "Run",
-    "RunError",
-    "configuration_hash",
-    "differences",
-    "export_text",
-    "facts",
-    "import_text",
-    "record",
-    "table",
-    "write_table",
-]
+    "Manifest", "Record", "Run", "RunError", "configuration_hash", "differences", "export_text",
+    "facts", "import_text", "record", "table", "write_table",
+]  # fmt: skip

@@ -113,16 +113,6 @@ class Run:
             raise RunError(f"{path} is damaged: it must hold a JSON object; got {found!r:.40}")
         return found
 
-    @property
-    def evidence(self) -> str:
-        """The richest evidence that every output carries."""
-        records = self.records
-        if not records or any(r.output_ids is None for r in records):
-            return "text"
-        if (self.folder / "logits.safetensors").is_file():
-            return "full logits"
-        return "top-k logprobs" if all(r.top_logprobs is not None for r in records) else "ids"
-
     def logits(self, prompt_id: str, sample_index: int = 0) -> tuple[Any, Any] | None:
         """(ids, logits [n_output, vocab_size]), row t being the law of ids[t]; None if not kept."""
         from safetensors import safe_open

@@ -22,14 +22,8 @@ from lossless_lab.prompts import Prompt, prompt_set_hash
 KINDS = {
     "prompts": ("prompt_set_sha256", "n_prompts"),
     "scheduling": (
-        "cache",
-        "prefix_cache",
-        "scheduler",
-        "parallel",
-        "max_seq_len",
-        "batch_size",
-        "threads",
-        "launch_arguments",
+        *("cache", "prefix_cache", "scheduler", "parallel", "max_seq_len"),
+        *("batch_size", "threads", "launch_arguments"),
     ),
 }
 _CHANCE = ("created", "git_commit", "save_logits", "format")

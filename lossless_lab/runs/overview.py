@@ -15,20 +15,13 @@ from .manifest import configuration_hash
 
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 _IN = [
-    "model_id",
-    "dtype",
-    "optimization",
-    "engine",
-    "attention",
-    "cache",
-    "batch_size",
-    "sampling",
-    "seed",
-    "prompts",
-    "configuration",
-    "created",
+    *["model_id", "dtype", "optimization", "engine", "attention", "cache"],
+    *["batch_size", "sampling", "seed", "prompts", "configuration", "created"],
 ]
 _OUT = [
+    *["n_outputs", "tokens_per_s", "latency_ms_p50", "latency_ms_p95", "first_token_ms_p50"],
+    *["peak_rss_bytes", "witness"],
+]
     "n_outputs",
     "tokens_per_s",
     "latency_ms_p50",

@@ -8,11 +8,5 @@ from lossless_lab.verdict.answer import EXIT_CODES, LEVELS, MARGIN_UNITS, REQUIR
 from lossless_lab.verdict.verdict import Verdict, uniform
 
 __all__ = [
-    "EXIT_CODES",
-    "LEVELS",
-    "MARGIN_UNITS",
-    "REQUIREMENTS",
-    "Answer",
-    "Verdict",
-    "uniform",
-]
+    "EXIT_CODES", "LEVELS", "MARGIN_UNITS", "REQUIREMENTS", "Answer", "Verdict", "uniform",
+]  # fmt: skip
