@@ -22,14 +22,6 @@ _OUT = [
     *["n_outputs", "tokens_per_s", "latency_ms_p50", "latency_ms_p95", "first_token_ms_p50"],
     *["peak_rss_bytes", "witness"],
 ]
-    "n_outputs",
-    "tokens_per_s",
-    "latency_ms_p50",
-    "latency_ms_p95",
-    "first_token_ms_p50",
-    "peak_rss_bytes",
-    "witness",
-]
 
 
 def table(root: str | Path | None = None) -> pd.DataFrame:
