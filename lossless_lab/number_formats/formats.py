@@ -29,6 +29,11 @@ class Format:
         """Bits of an element without its share of the scale."""
         return self.grid.bits
 
+    @property
+    def resolution(self) -> float:
+        """Distance of neighbouring values at the top of the grid, about, relative to the top."""
+        return 2.0 ** -(self.grid.mantissa or self.bits - 1)
+
     def fitted(self, width: int) -> Format:
         """This format with its group halved, down to 16, until it divides a row of `width`.
 
@@ -128,6 +133,11 @@ class GgufFormat:
     def bits(self) -> int:
         """Bits of an element without its share of the scale; the digit of its name."""
         return int(self.type_name[1])
+
+    @property
+    def resolution(self) -> float:
+        """Distance of neighbouring values, about, relative to the largest."""
+        return 2.0 ** (1 - self.bits)
 
     @property
     def _type(self):

@@ -40,7 +40,7 @@ class Grid:
         """
         if self.values:
             table = x.new_tensor(self.values)
-            return table[torch.bucketize(x, (table[1:] + table[:-1]) / 2)]
+            return table[torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)]
         step = self.smallest_subnormal
         if self.max >= 2 * self.smallest_normal:
             exponent = torch.frexp(x).exponent.sub(1).clamp(min=self.emin)

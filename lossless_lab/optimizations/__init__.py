@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from lossless_lab.optimizations import batching, caches, compilation, precision
+from lossless_lab.optimizations import batching, caches, compilation, precision, quantization
 from lossless_lab.optimizations.batching import batch
 from lossless_lab.optimizations.entry import Candidate, Optimization
 from lossless_lab.optimizations.precision import cast
+from lossless_lab.optimizations.quantization import quantized
 
 CATALOGUE: dict[str, Optimization] = {
     entry.name: entry
-    for room in (precision, compilation, caches, batching)
+    for room in (precision, compilation, caches, batching, quantization)
     for entry in room.ENTRIES
 }
 
@@ -39,4 +40,4 @@ def find(name: str) -> Optimization:
     raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}, batch-N")
 
 
-__all__ = ["CATALOGUE", "Candidate", "Optimization", "batch", "cast", "find"]
+__all__ = ["CATALOGUE", "Candidate", "Optimization", "batch", "cast", "find", "quantized"]
