@@ -4,9 +4,10 @@ import codecs
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -17,6 +18,7 @@ Category = Literal["faq", "detail", "code", "special", "long", "short", "other"]
 FILE_FIELDS = ("id", "text", "ids", "language", "category")
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 SHOWN_ERRORS = 20
+Item = TypeVar("Item", bound=BaseModel)
 
 
 class PromptFileError(ValueError):
@@ -97,27 +99,43 @@ def read(path: str | Path | None = None) -> list[Prompt]:
     (72, 'faq-en-1')
     """
     path = Path(path) if path is not None else paths.DATA / "prompts" / "evaluation.jsonl"
+    return read_items(path, Prompt, fields=FILE_FIELDS)
+
+
+def read_items(path: Path, model: type[Item], *, fields: Sequence[str]) -> list[Item]:
+    """The objects of a JSONL file in order, each checked by a pydantic model that has an `id`.
+
+    Parameters
+    ----------
+    fields : the names that a line may hold.
+
+    Raises
+    ------
+    PromptFileError, FileNotFoundError
+        As `read`.
+    """
+    noun = model.__name__.lower()
     if not path.is_file():
-        raise FileNotFoundError(f"`path`: there is no prompt file {str(path)!r}")
+        raise FileNotFoundError(f"`path`: there is no {noun} file {str(path)!r}")
     lines = _decode(path).split("\n")  # never splitlines(): a text may hold U+2028 or U+0085
     if lines[-1] == "":
         lines.pop()
-    prompts, faults, first_line = [], [], {}
+    items, faults, first_line = [], [], {}
     for number, line in enumerate(lines, start=1):
-        prompt, rules = _parse(line)
-        if prompt is not None and prompt.id in first_line:
-            rules = [f"`id` must be unique; {prompt.id!r} is on line {first_line[prompt.id]} too"]
-        elif prompt is not None:
-            first_line[prompt.id] = number
-            prompts.append(prompt)
+        item, rules = _parse(line, model, fields)
+        if item is not None and item.id in first_line:
+            rules = [f"`id` must be unique; {item.id!r} is on line {first_line[item.id]} too"]
+        elif item is not None:
+            first_line[item.id] = number
+            items.append(item)
         faults += [f"{path}:{number}: {rule}" for rule in rules]
     if not lines:
-        faults = [f"{path}: must hold at least one prompt; the file is empty"]
+        faults = [f"{path}: must hold at least one {noun}; the file is empty"]
     if faults:
         more = len(faults) - SHOWN_ERRORS
         tail = [f"... and {more} more"] if more > 0 else []
         raise PromptFileError("\n".join(faults[:SHOWN_ERRORS] + tail))
-    return prompts
+    return items
 
 
 def prompt_set_hash(prompts: Sequence[Prompt]) -> str:
@@ -152,8 +170,8 @@ def _decode(path: Path) -> str:
         raise PromptFileError(f"{path}:{line}: must be UTF-8; received bytes {found}") from None
 
 
-def _parse(line: str) -> tuple[Prompt | None, list[str]]:
-    """The prompt on one line, or the rules which that line breaks."""
+def _parse(line: str, model: type[Item], allowed: Sequence[str]) -> tuple[Item | None, list[str]]:
+    """The object on one line, or the rules which that line breaks."""
     if not line.strip():
         return None, ["line must hold one JSON object; received a blank line"]
     try:
@@ -162,12 +180,13 @@ def _parse(line: str) -> tuple[Prompt | None, list[str]]:
         return None, [f"line must be one JSON object; {error}; received {_short(line)}"]
     if not isinstance(fields, dict):
         return None, [f"line must be one JSON object; received {_short(fields)}"]
-    if unknown := [name for name in fields if name not in FILE_FIELDS]:
-        return None, [f"`{n}` is no field of a prompt; {_near(n, FILE_FIELDS)}" for n in unknown]
+    if unknown := [name for name in fields if name not in allowed]:
+        said = f"is no field of a {model.__name__.lower()}"
+        return None, [f"`{n}` {said}; {_near(n, allowed)}" for n in unknown]
     if fields.get("text") is not None and fields.get("ids") is not None:
         return None, [f"`text` and `ids` exclude each other; received both in {_short(line)}"]
     try:
-        return Prompt.model_validate(fields), []
+        return model.model_validate(fields), []
     except ValidationError as error:
         return None, broken_rules(error)
 
@@ -195,12 +214,12 @@ def _rule(fault: dict) -> str:
     name = ".".join(map(str, fault["loc"]))
     field = f"`{name}` " if name else ""
     received = f"received {_short(fault['input'])}"
-    allowed = {"language": get_args(Language), "category": get_args(Category)}.get(name)
     if fault["type"] == "missing":
         return f"{field}is required; {received}"
-    if allowed:
+    if fault["type"] == "literal_error":
+        allowed = re.findall(r"'(.*?)'", fault["ctx"]["expected"])
         return f"{field}must be one of {', '.join(allowed)}; {_near(fault['input'], allowed)}"
-    if fault["type"] == "string_pattern_mismatch":
+    if fault["type"] == "string_pattern_mismatch" and name == "id":
         return f"{field}must be 1 to 64 of the characters A-Z a-z 0-9 . _ -; {received}"
     rule = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{field}{rule[0].lower()}{rule[1:]}; {received}"
