@@ -41,7 +41,7 @@ def weight_errors(
 
     Examples
     --------
-    >>> one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> one, other = (torch.nn.Linear(2, 1) for _ in "ab")
     >>> with torch.no_grad():
     ...     _ = one.weight.copy_(torch.tensor([[3.0, 4.0]]))
     ...     _ = other.weight.copy_(torch.tensor([[3.0, 4.5]]))
