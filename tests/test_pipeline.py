@@ -13,7 +13,7 @@ import torch
 from conftest import PROMPT_L, PROMPT_S, build_t0
 from safetensors.torch import load_file, save_file
 
-from lossless_lab import optimizations, runs
+from lossless_lab import models, optimizations, runs
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.optimizations import compilation
 from lossless_lab.pipeline import NotEvidence, Study, check, controls, speed_up
@@ -380,6 +380,11 @@ def test_one_object_on_both_sides_is_vacuous_however_it_is_handed_in():
         verdict = ask(reference, candidate)
         assert set(words(verdict).values()) == {"VACUOUS"}
         assert "one and the same network" in verdict.cause
+
+    loaded = models.load(
+        "tiny-draft"
+    )  # hashed by its files here, by its tensors below
+    assert set(words(ask(loaded, loaded.network)).values()) == {"VACUOUS"}
 
     def function(ids):
         return network(ids).logits

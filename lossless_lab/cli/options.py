@@ -105,43 +105,20 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("reference", type=Path)
-    compare.add_argument("candidate", type=Path)
-    compare.add_argument(
-        "--require",
-        choices=LEVELS,
-        default=LEVELS[0],
-        metavar="LEVEL",
-        help="numerical (same token ids; the default), statistical, semantic",
-    )
-    compare.add_argument(
-        "--margin-prompts",
-        type=_share,
-        metavar="SHARE",
-        help="share of prompts that may differ (0.05)",
-    )
-    compare.add_argument(
-        "--margin-tv",
-        type=_share,
-        metavar="TV",
-        help="mean total variation that counts as the same (0.01, half 0.05)",
-    )
-    compare.add_argument(
-        "--under-test",
-        nargs="+",
-        default=[],
-        metavar="FIELD",
-        help="manifest fields that may differ, such as batch_size",
-    )
-    compare.add_argument(
-        "--format",
-        choices=("text", "markdown", "latex", "json"),
-        default="text",
-        help="of what is printed (%(default)s)",
-    )
-    compare.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write metrics.json and verdict.json there"
-    )
+    add = compare.add_argument
+    add("reference", type=Path)
+    add("candidate", type=Path)
+    required = "numerical (same token ids; the default), statistical, semantic"
+    add("--require", choices=LEVELS, default=LEVELS[0], metavar="LEVEL", help=required)
+    prompts = "share of prompts that may differ (0.05)"
+    add("--margin-prompts", type=_share, metavar="SHARE", help=prompts)
+    tv = "mean total variation that counts as the same (0.01, half 0.05)"
+    add("--margin-tv", type=_share, metavar="TV", help=tv)
+    fields = "manifest fields that may differ, such as batch_size"
+    add("--under-test", nargs="+", default=[], metavar="FIELD", help=fields)
+    forms = ("text", "markdown", "latex", "json")
+    add("--format", choices=forms, default="text", help="of what is printed (%(default)s)")
+    add("--out", type=Path, metavar="FOLDER", help="write metrics.json and verdict.json there")
 
 
 def _add_kv_cache(parser: argparse.ArgumentParser) -> None:

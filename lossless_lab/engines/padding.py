@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,22 +168,17 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _reenacted(network: Any, rows: Rows, pad_id: int) -> dict[tuple[str, str], torch.Tensor]:
+def _reenacted(network: Any, rows: Rows, pad_id: int) -> dict[tuple[str, ...], torch.Tensor]:
     acted = {}
-    for side in ("left", "right"):
-        ids, mask = pad(rows, pad_id, side=side)
-        columns = torch.arange(ids.shape[1]).expand_as(ids)
-        masks = {"mask": mask, "no mask": torch.ones_like(mask)}
-        for mask_name, used_mask in masks.items():
-            for place, where in (("columns", columns), ("own", positions(mask))):
-                last = _forward(network, ids, used_mask, where)[:, -1]
-                if side == "right":
-                    fault = "read at a pad column"
-                elif mask_name == "no mask":
-                    fault = "mask missing"
-                elif place == "columns":
-                    fault = "positions wrong"
-                else:
-                    continue
-                acted[fault, f"{side}, {mask_name}, {place}"] = last
+    for side, masked, own in itertools.product(("left", "right"), (True, False), (True, False)):
+        faults = {
+            "read at a pad column": side == "right",
+            "mask missing": not masked,
+            "positions wrong": not own,
+        }
+        if fault := next((name for name, made in faults.items() if made), ""):
+            ids, mask = pad(rows, pad_id, side=side)
+            where = positions(mask) if own else torch.arange(ids.shape[1]).expand_as(ids)
+            used = mask if masked else torch.ones_like(mask)
+            acted[fault, side, masked, own] = _forward(network, ids, used, where)[:, -1]
     return acted

@@ -1,6 +1,5 @@
 """Loading a model: explicit dtype, safetensors only, no remote code, no dead kernel."""
 
-import difflib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,8 +109,7 @@ def _check_device(device) -> None:
     kinds = ("cpu", "cuda", "mps", "xpu", "auto")
     kind, _, index = str(device).partition(":")
     if kind not in kinds or (":" in str(device) and not index.isdecimal()):
-        near = difflib.get_close_matches(kind, kinds, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; give cpu, cuda, cuda:0, mps or auto"
+        hint = places.nearest(kind, kinds) or "; give cpu, cuda, cuda:0, mps or auto"
         raise ValueError(f"`device` {device!r} is none that torch knows{hint}")
     there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if kind in there and not there[kind]():

@@ -28,9 +28,18 @@ def choose(parameter, value, allowed) -> str:
     """The value if it is allowed; otherwise an error that suggests the nearest one."""
     if value in allowed:
         return value
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"`{parameter}` must be one of {', '.join(allowed)}; got {value!r}{hint}")
+    said = f"`{parameter}` must be one of {', '.join(allowed)}; got {value!r}"
+    raise ValueError(said + nearest(value, allowed))
+
+
+def nearest(name, known) -> str:
+    """The end of an error message: the known name that looks most like this one, if any does.
+
+    >>> nearest("cudda", ["cpu", "cuda"])
+    "; did you mean 'cuda'?"
+    """
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_hub_id(name) -> bool:
@@ -70,11 +79,9 @@ def folder(name) -> Path:
         return _snapshot(name)
     if Path(name).name != str(name):
         raise FileNotFoundError(f"`name` {str(name)!r} is no folder on this machine")
-    near = difflib.get_close_matches(str(name), KNOWN, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"`name` {str(name)!r} is no model here: {hint}Known are {', '.join(KNOWN)}, "
-        "an existing folder, or a Hub id written owner/name"
+        f"`name` {str(name)!r} is no model here{nearest(name, KNOWN) or '.'} Known are "
+        f"{', '.join(KNOWN)}, an existing folder, or a Hub id written owner/name"
     )
 
 

@@ -5,8 +5,7 @@ An entry is one `Optimization` object in the ENTRIES of its file.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from lossless_lab.models.places import nearest
 from lossless_lab.optimizations import batching, caches, compilation, precision, quantization
 from lossless_lab.optimizations.batching import batch
 from lossless_lab.optimizations.entry import Candidate, Optimization
@@ -35,8 +34,7 @@ def find(name: str) -> Optimization:
         return CATALOGUE[name]
     if name.startswith("batch-") and name[6:].isdecimal():
         return batch(int(name[6:]))
-    nearest = get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    hint = nearest(name, CATALOGUE) or "."
     raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}, batch-N")
 
 

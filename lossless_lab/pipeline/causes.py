@@ -59,7 +59,8 @@ def cause(
         beside = f"logit differences {within} the noise floor ({', '.join(each)} times it)"
     if tokens.n_prompts_differing == 0:
         return f"{beside}, ids the same" if beside else ""
-    margin, greedy = _margins(tokens.frame), evidence.decoding.greedy
+    greedy = evidence.decoding.greedy
+    margin = _margins(tokens.frame) if greedy else ""
     if control := _control(reference, candidate, evidence, progress):
         found = control
     elif floor is None:

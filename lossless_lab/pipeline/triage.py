@@ -26,7 +26,8 @@ def one_and_the_same(reference: Subject, candidate: Subject, rows: pd.DataFrame)
     if isinstance(reference, Stored) or isinstance(candidate, Stored):
         return ""
     same = reference.computes is candidate.computes or reference.computes == candidate.computes
-    if not same or set(rows["field"]) - {"optimization"}:
+    settings = (rows["kind"] != "subject") | rows["field"].isin(["engine", "attention"])
+    if not same or settings.any():
         return ""
     what = "network" if reference.network is not None else "function"
     return f"both sides are one and the same {what}: was the change made in place?"

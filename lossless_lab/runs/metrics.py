@@ -43,7 +43,9 @@ def measured(records: Sequence[Record], batch_size: int) -> dict[str, Any]:
         "tokens_per_s": tokens / spent if spent > 0 else None,
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "empty_outputs": sum(not r.text for r in records),
-        "constant_outputs": [_name(r) for r in records if _constant(r.output_ids)],
+        "constant_outputs": [
+            logits_name(r.prompt_id, r.sample_index) for r in records if _constant(r.output_ids)
+        ],
         "nonfinite_logprobs": sum(_nonfinite(r) for r in records),
         "witness": None,
         "exercised": None,
@@ -57,10 +59,6 @@ def _nonfinite(record: Record) -> int:
 
 def _constant(ids: Sequence[int] | None) -> bool:
     return bool(ids) and len(ids) >= 8 and len(set(ids)) == 1
-
-
-def _name(record: Record) -> str:
-    return logits_name(record.prompt_id, record.sample_index)
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

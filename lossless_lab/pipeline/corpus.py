@@ -1,0 +1,186 @@
+"""Two models read the same documents in lockstep, so that nothing of tokens × vocabulary is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from lossless_lab.prompts import Document, read_documents
+from lossless_lab.statistical.divergences import MEASURES, divergences
+
+_LOGITS = 1 << 22  # of one side in one call of the head: 16 MiB in float32
+_TOKENS = 1024  # of one batch of documents, padding included
+
+
+def compare_on(
+    reference: Any,
+    candidate: Any,
+    documents: Sequence[Document | str] | None = None,
+    *,
+    max_tokens: int = 256,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Distances between two models' next-token laws at every token of the documents.
+
+    Both models read each batch in turn; their heads are applied to a few rows at a time, and only
+    the distances stay. The first token of a document is read, not predicted. `distance_summary`
+    turns the table into statistics with intervals by document.
+
+    Parameters
+    ----------
+    reference, candidate : as `models.load` returns them, or transformers networks
+        The reference brings the tokenizer; a candidate's own must give the same ids.
+    documents : texts, or as from `prompts.read_documents`; None reads the bundled corpus.
+    max_tokens : a document is read up to here; how many were longer is printed.
+    progress : show a bar and print what was compared, and the reference's distance from itself.
+
+    Returns
+    -------
+    DataFrame
+        The columns of `divergences` with correct_ids, document in place of prompt_id, and
+        unreachable_id: the likeliest token that the candidate cannot produce, where its KL is inf.
+
+    Raises
+    ------
+    ValueError
+        For no documents, one of fewer than two tokens, ids or vocabularies that differ.
+
+    Examples
+    --------
+    >>> from lossless_lab import models
+    >>> draft = models.load("tiny-draft")
+    >>> frame = compare_on(draft, draft, ["def f(x):", "return x"], progress=False)
+    >>> len(frame), float(frame["total_variation"].max())
+    (7, 0.0)
+    """
+    tokens, n_cut = _tokens(reference, candidate, documents, max_tokens)
+    networks = [getattr(model, "network", model) for model in (reference, candidate)]
+    sizes = [network.config.get_text_config().vocab_size for network in networks]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"`candidate` must have the reference's vocabulary, {sizes[0]} tokens; got {sizes[1]}"
+        )
+    frames, batches = [], _batches(tokens)
+    with torch.inference_mode():
+        sides = [_states_and_head(network, next(iter(tokens.values()))) for network in networks]
+        if progress:
+            again = _compared(batches[0], tokens, [sides[0], sides[0]])
+            print(f"reference against itself: largest KL {again[MEASURES[0]].max():g}")
+        for names in tqdm(batches, disable=not progress, unit="batch"):
+            frames.append(_compared(names, tokens, sides))
+    frame = pd.concat(frames)
+    order = {name: i for i, name in enumerate(tokens)}
+    frame = frame.sort_values("document", key=lambda d: d.map(order), kind="stable")
+    if progress:
+        print(f"{len(frame)} tokens of {len(tokens)} documents, {n_cut} cut at {max_tokens} tokens")
+    return frame.reset_index(drop=True)
+
+
+def _tokens(
+    reference: Any, candidate: Any, documents: Sequence[Document | str] | None, max_tokens: int
+) -> tuple[dict[str, list[int]], int]:
+    """Ids by document, cut at max_tokens, and how many were cut."""
+    items = read_documents() if documents is None else documents
+    texts = {
+        str(i) if isinstance(d, str) else d.id: d if isinstance(d, str) else d.text
+        for i, d in enumerate(items)
+    }
+    if not texts:
+        raise ValueError("`documents` must hold at least one document; got none")
+    tokenizers = [getattr(model, "tokenizer", None) for model in (reference, candidate)]
+    if tokenizers[0] is None:
+        raise ValueError("`reference` must have a tokenizer: give it as `models.load` returns it")
+    found, n_cut = {}, 0
+    for name, text in texts.items():
+        ids, *others = [t(text, verbose=False)["input_ids"] for t in tokenizers if t is not None]
+        if others and others[0] != ids:
+            raise ValueError(f"document {name!r}: the tokenizers of both sides give different ids")
+        if len(ids[:max_tokens]) < 2:
+            raise ValueError(
+                f"document {name!r} must have 2 tokens or more; got {len(ids[:max_tokens])}"
+            )
+        n_cut += len(ids) > max_tokens
+        found[name] = ids[:max_tokens]
+    return found, n_cut
+
+
+def _batches(tokens: dict[str, list[int]]) -> list[list[str]]:
+    """Names of documents, alike in length, that together stay within _TOKENS."""
+    batches: list[list[str]] = []
+    for name in sorted(tokens, key=lambda name: len(tokens[name])):
+        if not batches or (len(batches[-1]) + 1) * len(tokens[name]) > _TOKENS:
+            batches.append([])
+        batches[-1].append(name)
+    return batches
+
+
+Side = tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _states_and_head(network: nn.Module, ids: Sequence[int]) -> Side:
+    """Hidden states of a batch, and the head that makes logits of some of their rows.
+
+    Where the head alone does not give the network's own logits (a soft cap, a scale behind it),
+    the states are the logits themselves, of one document at a time.
+    """
+
+    def logits(**inputs: torch.Tensor) -> torch.Tensor:
+        rows = zip(*inputs.values(), strict=True)
+        return torch.cat(
+            [
+                network(
+                    **dict(zip(inputs, (x[None] for x in row), strict=True)), use_cache=False
+                ).logits
+                for row in rows
+            ]
+        )
+
+    def states(**inputs: torch.Tensor) -> torch.Tensor:
+        return network.base_model(**inputs, use_cache=False).last_hidden_state
+
+    head = network.get_output_embeddings()
+    one = torch.tensor([ids[:8]], device=network.device)
+    inputs = {"input_ids": one, "attention_mask": torch.ones_like(one)}
+    try:
+        torch.testing.assert_close(head(states(**inputs)), logits(**inputs), equal_nan=True)
+    except (AssertionError, AttributeError, TypeError):
+        return logits, nn.Identity()
+    return states, head
+
+
+def _compared(names: list[str], tokens: dict[str, list[int]], sides: list[Side]) -> pd.DataFrame:
+    """Distances at every predicted token of one batch of documents."""
+    longest = max(len(tokens[name]) for name in names)
+    ids, mask = torch.zeros(2, len(names), longest, dtype=torch.long)
+    for i, name in enumerate(names):
+        ids[i, : len(tokens[name])] = torch.tensor(tokens[name])
+        mask[i, : len(tokens[name])] = 1
+    row, position = torch.nonzero(mask[:, 1:], as_tuple=True)
+    found = []
+    states = [read(input_ids=ids, attention_mask=mask)[row, position] for read, _ in sides]
+    for where, logits in _chunks(states, [head for _, head in sides]):
+        at = position[where]
+        part = divergences(*logits, correct_ids=ids[row[where], at + 1].tolist())
+        lost = {i: token for i, way, token in part.infinite if way == "reference‖candidate"}
+        frame = part.frame.drop(columns="prompt_id").assign(
+            position=at.numpy(),
+            unreachable_id=pd.array([lost.get(i, pd.NA) for i in range(len(at))], dtype="Int64"),
+        )
+        frame.insert(0, "document", [names[i] for i in row[where].tolist()])
+        found.append(frame)
+    return pd.concat(found)
+
+
+def _chunks(
+    states: list[torch.Tensor], heads: list[Callable[[torch.Tensor], torch.Tensor]]
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Logits of both sides for as many rows as _LOGITS holds."""
+    size = max(1, _LOGITS // heads[0](states[0][:1]).shape[-1])
+    for start in range(0, len(states[0]), size):
+        where = slice(start, start + size)
+        yield where, [head(x[where]) for x, head in zip(states, heads, strict=True)]
