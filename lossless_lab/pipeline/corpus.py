@@ -1,4 +1,4 @@
-"""Two models read the same documents in lockstep, so that nothing of tokens × vocabulary is kept."""
+"""Two models read the same documents in lockstep: nothing of tokens × vocabulary is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.divergences import MEASURES, divergences
 
@@ -56,7 +57,7 @@ def compare_on(
     >>> draft = models.load("tiny-draft")
     >>> frame = compare_on(draft, draft, ["def f(x):", "return x"], progress=False)
     >>> len(frame), float(frame["total_variation"].max())
-    (7, 0.0)
+    (9, 0.0)
     """
     tokens, n_cut = _tokens(reference, candidate, documents, max_tokens)
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
@@ -85,25 +86,20 @@ def _tokens(
     reference: Any, candidate: Any, documents: Sequence[Document | str] | None, max_tokens: int
 ) -> tuple[dict[str, list[int]], int]:
     """Ids by document, cut at max_tokens, and how many were cut."""
-    items = read_documents() if documents is None else documents
-    texts = {
-        str(i) if isinstance(d, str) else d.id: d if isinstance(d, str) else d.text
-        for i, d in enumerate(items)
-    }
-    if not texts:
-        raise ValueError("`documents` must hold at least one document; got none")
+    given = read_documents() if documents is None else documents
+    items = [(str(i), d) if isinstance(d, str) else (d.id, d.text) for i, d in enumerate(given)]
+    if not items or len(dict(items)) < len(items):
+        raise ValueError(f"`documents` must be one or more, of distinct ids; got {len(items)}")
     tokenizers = [getattr(model, "tokenizer", None) for model in (reference, candidate)]
     if tokenizers[0] is None:
         raise ValueError("`reference` must have a tokenizer: give it as `models.load` returns it")
     found, n_cut = {}, 0
-    for name, text in texts.items():
+    for name, text in items:
         ids, *others = [t(text, verbose=False)["input_ids"] for t in tokenizers if t is not None]
         if others and others[0] != ids:
             raise ValueError(f"document {name!r}: the tokenizers of both sides give different ids")
-        if len(ids[:max_tokens]) < 2:
-            raise ValueError(
-                f"document {name!r} must have 2 tokens or more; got {len(ids[:max_tokens])}"
-            )
+        if min(len(ids), max_tokens) < 2:
+            raise ValueError(f"document {name!r} must have 2 tokens or more to predict; got {ids}")
         n_cut += len(ids) > max_tokens
         found[name] = ids[:max_tokens]
     return found, n_cut
@@ -125,26 +121,22 @@ Side = tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], torch.Tensor]
 def _states_and_head(network: nn.Module, ids: Sequence[int]) -> Side:
     """Hidden states of a batch, and the head that makes logits of some of their rows.
 
-    Where the head alone does not give the network's own logits (a soft cap, a scale behind it),
-    the states are the logits themselves, of one document at a time.
+    Where that is not the network's own computation (a soft cap or scale behind the head, compiled
+    code, a patched forward), the states are the logits of the whole batch, and the head is none.
     """
 
     def logits(**inputs: torch.Tensor) -> torch.Tensor:
-        rows = zip(*inputs.values(), strict=True)
-        return torch.cat(
-            [
-                network(
-                    **dict(zip(inputs, (x[None] for x in row), strict=True)), use_cache=False
-                ).logits
-                for row in rows
-            ]
-        )
+        inputs = {name: x.to(network.device) for name, x in inputs.items()}
+        return network(**inputs, use_cache=False).logits
 
     def states(**inputs: torch.Tensor) -> torch.Tensor:
+        inputs = {name: x.to(network.device) for name, x in inputs.items()}
         return network.base_model(**inputs, use_cache=False).last_hidden_state
 
+    if compiled_parts(network) or "forward" in vars(network) or network._forward_hooks:
+        return logits, nn.Identity()
     head = network.get_output_embeddings()
-    one = torch.tensor([ids[:8]], device=network.device)
+    one = torch.tensor([ids[:8]])
     inputs = {"input_ids": one, "attention_mask": torch.ones_like(one)}
     try:
         torch.testing.assert_close(head(states(**inputs)), logits(**inputs), equal_nan=True)
