@@ -159,6 +159,8 @@ def test_quantising_twice_warns_and_other_formats_do_not(t0):
 @pytest.mark.smollm2
 def test_smollm2_lies_on_the_grid_of_its_file(smollm2):
     assert len(already_on_grid(smollm2, "q4_1")) == 210
+    for name, weight in matrices(smollm2.network):  # as llama.cpp wrote them, to the last bit
+        assert torch.equal(round_to(weight, "q4_1"), weight), name
     assert "WARNING: 210 of them lay on that grid" in witnessed(quantized("q4_1"), smollm2.network)
     for name in ("q4_0", "int4-group32", "int4-group64-asym"):
         assert already_on_grid(smollm2, name) == ()

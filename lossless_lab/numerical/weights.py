@@ -25,6 +25,7 @@ def weight_errors(
     reference, candidate : networks with the same parameters, or results of models.load.
     bits_per_weight : shape of a matrix -> bits that one weight of it takes in the candidate, as
         `number_formats` counts them, for the matrices that differ; by default those of its dtype.
+        The shape is the stored one (GPT-2 keeps [inputs, outputs]).
 
     Returns
     -------
