@@ -138,7 +138,8 @@ def within_floor(
         n=n,
         not_shown=(
             f"{alone}a bias smaller than the floor; a harmless variant passes it at a rate of "
-            f"{floor.rate:.2g} by either measure ({floor.n_distinct} distinct variants set it)"
+            f"{floor.rate:.2g}{' by each measure' if len(each) > 1 else ''} "
+            f"({floor.n_distinct} distinct variants set it)"
         ),
     )
 

@@ -128,15 +128,9 @@ def sampler_of(evidence: Evidence) -> SamplerFit | None:
     if d.greedy:
         return None
     own = [c for c in evidence.candidate if c.logits is not None]
-    penalty = d.repetition_penalty
     return sampler_fit(
         (
-            (
-                c.logits
-                if penalty == 1
-                else penalised(c.logits, c.prompt_ids, c.output_ids, penalty),
-                c.output_ids,
-            )
+            (penalised(c.logits, c.prompt_ids, c.output_ids, d.repetition_penalty), c.output_ids)
             for c in own
         ),
         temperature=d.temperature,

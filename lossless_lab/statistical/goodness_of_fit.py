@@ -139,6 +139,8 @@ def penalised(
     >>> penalised(torch.tensor([[2.0, -2.0, 1.0]]), [0, 1], [2], 2.0).tolist()
     [[1.0, -4.0, 1.0]]
     """
+    if penalty == 1:
+        return logits
     seen = torch.zeros_like(logits, dtype=torch.bool)
     for t in range(len(logits)):
         seen[t, torch.tensor([*prompt_ids, *output_ids[:t]])] = True
