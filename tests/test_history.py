@@ -59,5 +59,25 @@ def test_a_cache_extended_in_place_changes_the_shape_and_counts_as_changed():
 
 
 def test_one_input_is_refused():
-    with pytest.raises(ValueError, match="at least two; got 1"):
+    with pytest.raises(ValueError, match="two different ones or more; got 1"):
         call_history(lambda x: x, [A])
+
+
+def test_a_ring_of_as_many_buffers_as_inputs_is_overwritten_later():
+    ring, calls = [torch.zeros(1, 3) for _ in range(2)], []
+
+    def call(x):
+        calls.append(x)
+        return ring[len(calls) % 2].copy_(x * 2)
+
+    found = call_history(call, [A, B])
+    assert found.changed == () and found.overwritten
+
+
+def test_equal_inputs_outputs_that_are_no_tensor_and_signs_of_zero():
+    with pytest.raises(ValueError, match="two different ones"):
+        call_history(lambda x: x, [A, A.clone()])
+    with pytest.raises(ValueError, match="must return a tensor; got tuple"):
+        call_history(lambda x: (x,), [A, B])
+    minus = iter([1.0, 1.0] + [-1.0] * 20)
+    assert not call_history(lambda x: x.abs() * 0 * next(minus), [A, B]).independent

@@ -675,3 +675,13 @@ def test_parts_of_smollm2_move_nothing(smollm2):
     drift = compare_layers(smollm2, smollm2, ids, modules=True)
     assert torch.equal(drift.reference_logits, plain) and torch.equal(drift.candidate_logits, plain)
     assert drift.first_difference is None and len(drift.frame) == 1 + 30 * 5 + 2
+
+
+def test_autocast_of_the_caller_holds_for_both_sides_and_shared_blocks_are_refused(t0):
+    ids = torch.tensor([PROMPT_L])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compare_layers(t0, t0, ids).first_difference is None
+    shared = copy.deepcopy(t0)
+    shared.model.layers = torch.nn.ModuleList([shared.model.layers[0]] * 3)
+    with pytest.raises(ValueError, match="runs one block as several layers"):
+        compare_layers(t0, shared, ids)

@@ -359,3 +359,19 @@ def test_the_trap_on_smollm2(smollm2):
     exact.set_attn_implementation("eager")
     assert (plain(exact, ids) - truth).abs().max() < 1e-11
     print(f"double {double:.2e}, float32 {single:.2e}")
+
+
+def test_more_rows_never_weaken_a_word():
+    """A true ratio of .83: said as soon as it can be told, and never taken back."""
+    rng = np.random.default_rng(4)
+    words = []
+    for n in (8, 16, 64, 256, 1024):
+        own = rng.lognormal(0, 0.1, n)
+        frame = pd.DataFrame({"row": range(n), "position": 0, "reference_rms": own})
+        frame["candidate_rms"] = 0.83 * own * rng.lognormal(0, 0.1, n)
+        words.append(room._judged(frame).word)
+    assert words == ["nearer the truth"] * 5
+    assert "by luck" in str(room._judged(frame))
+    frame["candidate_rms"] = own * rng.lognormal(0, 0.1, n)
+    frame["candidate_rms"] /= np.exp(np.log(frame["candidate_rms"] / own).mean())
+    assert room._judged(frame).word == "equally far"

@@ -112,10 +112,14 @@ def lockstep(
         found = parts_of(network) if any(isinstance(place, tuple) for place in places) else {}
         return {place: module for place, module in found.items() if place in places}
 
+    device = next(candidate.parameters()).device.type
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
     def run() -> None:
         try:
             wait()
-            with capture(candidate, give, name="candidate", parts=parts(candidate, wanted)):
+            seen = capture(candidate, give, name="candidate", parts=parts(candidate, wanted))
+            with torch.autocast(device, dtype=dtype, enabled=enabled), seen:  # as the caller's
                 logits = forward(candidate, inputs)
             streams.put((end, logits))
         except BaseException as error:

@@ -124,6 +124,7 @@ def top_two(logits: torch.Tensor) -> TopTwo:
     >>> found.change(torch.tensor([[1.0, 3.9, 3.6]])).round(3).tolist()
     [-0.2]
     """
+    logits = logits.detach()
     values, ids = logits.topk(2, dim=-1)
     first = logits.argmax(-1, keepdim=True)
     second = torch.where(ids[:, :1] == first, ids[:, 1:], ids[:, :1])

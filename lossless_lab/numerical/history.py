@@ -57,7 +57,7 @@ def call_history(
     Raises
     ------
     ValueError
-        For fewer than two inputs.
+        For fewer than two inputs or equal ones, and for an output that is no tensor.
 
     Examples
     --------
@@ -66,30 +66,38 @@ def call_history(
     >>> call_history(stateful, [torch.zeros(1), torch.ones(1)]).independent
     False
     """
-    if len(inputs) < 2:
-        raise ValueError(f"`inputs` must hold at least two; got {len(inputs)}")
-    returned, first = [], []
-    for x in inputs:
-        returned.append(call(x))
-        first.append(returned[-1].clone())
-    overwritten = [
-        i for i, (now, then) in enumerate(zip(returned, first, strict=True)) if not _same(now, then)
-    ]
-    changed, before, n_calls = [], len(inputs) - 1, len(inputs)
+    if len(inputs) < 2 or any(_same(x, y) for i, x in enumerate(inputs) for y in inputs[:i]):
+        raise ValueError(f"`inputs` must hold two different ones or more; got {len(inputs)}")
+    returned: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # input, output, its copy
+
+    def ask(i: int) -> torch.Tensor:
+        output = call(inputs[i])
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(f"`call` must return a tensor; got {type(output).__name__}")
+        returned.append((i, output.detach(), output.detach().clone()))
+        return returned[-1][2]
+
+    first = [ask(i) for i in range(len(inputs))]
+    changed, before = [], len(inputs) - 1
     for previous in range(len(inputs)):
         for i in range(len(inputs)):
             if before != previous:
-                call(inputs[previous])
-                n_calls += 1
-            again = call(inputs[i])
-            n_calls, before = n_calls + 1, i
+                ask(previous)
+            again, before = ask(i), i
             if not _same(again, first[i]):
                 changed.append((i, previous, _distance(again, first[i])))
-    return History(n_calls=n_calls, changed=tuple(changed), overwritten=tuple(overwritten))
+    overwritten = {i for i, output, copy in returned if not _same(output, copy)}
+    return History(
+        n_calls=len(returned), changed=tuple(changed), overwritten=tuple(sorted(overwritten))
+    )
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
+    """One shape and dtype, and the same bits but for kinds of NaN."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    equal = ((x == y) & (x.signbit() == y.signbit())) | ((x != x) & (y != y))
+    return bool(equal.all())
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

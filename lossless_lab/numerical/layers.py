@@ -68,6 +68,7 @@ class LayerDrift(Result):
         if self.first_place is not None:
             layer, module = self.first_place
             where = "" if module == "residual" else f" ({module})"
+            layer = min(layer, self.n_layers)
             last = self.frame.iloc[-1]
             text = (
                 f"{self.n_positions} positions: first difference after layer {layer} of "

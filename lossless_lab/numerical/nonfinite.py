@@ -81,6 +81,7 @@ def count_nonfinite(reference: torch.Tensor, candidate: torch.Tensor) -> Nonfini
             f"`candidate` must have the shape of `reference`, {tuple(x.shape)}; "
             f"got {tuple(y.shape)}"
         )
+    x, y = (z.bfloat16() if z.is_floating_point() and z.itemsize == 1 else z for z in (x, y))
     if torch.isfinite(x).all() and torch.isfinite(y).all():
         return Nonfinite(
             reference={}, candidate={}, only_reference=0, only_candidate=0, first=None,

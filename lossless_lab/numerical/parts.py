@@ -25,7 +25,7 @@ def decoder_layers(network: nn.Module) -> nn.ModuleList:
     Raises
     ------
     ValueError
-        When there is none; with the ModuleLists that there are.
+        When there is none, with the ModuleLists that there are; or one block is used twice.
     """
     lists = {name: m for name, m in network.named_modules() if isinstance(m, nn.ModuleList)}
     config = network.config
@@ -38,7 +38,13 @@ def decoder_layers(network: nn.Module) -> nn.ModuleList:
             f"{type(network).__name__} must hold a ModuleList of num_hidden_layers={wanted}; "
             f"it has {sizes}"
         )
-    return lists[min(fitting, key=lambda name: name.count("."))]
+    layers = lists[min(fitting, key=lambda name: name.count("."))]
+    if len(set(map(id, layers))) < len(layers):
+        raise ValueError(
+            f"{type(network).__name__} runs one block as several layers; what a hook sees of it "
+            "belongs to no single layer, so its layers cannot be told apart"
+        )
+    return layers
 
 
 def paired_layers(

@@ -64,10 +64,12 @@ class Refereed(Result):
         left, right = (_rms(self.frame[f"{side}_rms"]) for side in _SIDES)
         low, high = self.confidence_interval
         related = " that share their context, so the interval is too narrow"
+        small = 1 / MARGIN < self.ratio < MARGIN and self.word in ("nearer the truth", "farther")
+        luck = ", a step that another order of sums can make by luck" if small else ""
         return (
             f"{self.word}: RMS error to fp64 {right:.3g} against the reference's {left:.3g}, ratio "
-            f"{self.ratio:.3g} (95 % {low:.3g} to {high:.3g}, margin {MARGIN}) over {self.n_units} "
-            f"{self.unit}s{related if self.unit == 'position' else ''}"
+            f"{self.ratio:.3g} (95 % {low:.3g} to {high:.3g}) over {self.n_units} "
+            f"{self.unit}s{related if self.unit == 'position' else ''}{luck}"
         )
 
 
@@ -82,8 +84,10 @@ def against_referee(
     """RMS error of both sides' logits to fp64, per position, and which side is nearer the truth.
 
     The word comes from a paired t interval of the mean log ratio of errors over rows, each row's
-    error being its RMS over positions: within MARGIN it is "equally far", else wholly below 1
-    "nearer the truth", wholly above "farther", else "undecided".
+    error being its RMS over positions: wholly below 1 it is "nearer the truth", wholly above
+    "farther"; else "equally far" where it lies within MARGIN, or "undecided" where it is too wide.
+    More rows therefore never weaken a word. Ratios within MARGIN are said to be small: equivalent
+    twins of one model were measured at .87 to 1.06 of its own error, by luck of their order.
 
     Parameters
     ----------
@@ -150,10 +154,10 @@ def _judged(frame: pd.DataFrame) -> Refereed:
     if any(bad.values()):
         worse = np.sign(bad["candidate"] - bad["reference"]) if 0 in bad.values() else 0
         word = {-1: "nearer the truth", 0: "undecided", 1: "farther"}[int(worse)]
-    elif low >= 1 / MARGIN and high <= MARGIN:
-        word = "equally far"
+    elif high < 1 or low > 1:
+        word = "nearer the truth" if high < 1 else "farther"
     else:
-        word = "nearer the truth" if high < 1 else "farther" if low > 1 else "undecided"
+        word = "equally far" if low >= 1 / MARGIN and high <= MARGIN else "undecided"
     return Refereed(
         frame=frame,
         word=word,

@@ -94,12 +94,16 @@ class TensorDifference(Result):
 
     @property
     def answer(self) -> str:
-        """ "equal", "bias" (either test, each at 2.5 %), "noise" (neither found), "undecided"."""
-        if self.sums.difference == 0:
+        """ "equal", "not finite" (NaN or inf on one side), "bias" (either test, each at 2.5 %),
+        "no bias found", or "undecided" (fewer than two units).
+        """
+        if self.nonfinite.first is not None:
+            return "not finite"
+        if self.mismatch_share == 0 or self.sums.n == 0:
             return "equal"
         if self.shift.n_units < 2:
             return "undecided"
-        return "bias" if min(self.shift.pvalue, self.scale.pvalue) < 0.025 else "noise"
+        return "bias" if min(self.shift.pvalue, self.scale.pvalue) < 0.025 else "no bias found"
 
     def to_frame(self) -> pd.DataFrame:
         """One row; ULP quantiles as columns ulp_q50 …"""
@@ -173,8 +177,11 @@ def tensor_difference(
     (Extreme(value=0.5, index=(1,)), 0.5, 0.1)
     """
     x, y = paired(reference, candidate)
+    for side, z in (("reference", x), ("candidate", y)):
+        if not z.is_floating_point() and int(z.abs().max()) > 2**53:
+            raise ValueError(f"`{side}` must hold integers up to 2^53, which float64 has exactly")
     ulps, shape = ulp_quantiles(x, y, dtype=dtype), x.shape
-    nonfinite = count_nonfinite(*(z.bfloat16() if z.dtype.itemsize == 1 else z for z in (x, y)))
+    nonfinite = count_nonfinite(x, y)
     x, y = _rows(x), _rows(y)
     moments, rows = np.zeros(4), np.zeros((4, len(x)))  # rows: n, Σd, Σdx, Σx²
     largest = [(0.0, 0), (0.0, 0)]

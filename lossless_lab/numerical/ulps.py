@@ -21,7 +21,8 @@ def ulp_distance(
     """Steps from one value to the other, |rank(x) − rank(y)|, both rounded to `dtype` first.
 
     +0 and −0 are one value, inf follows the largest finite one, and −1 stands where either is NaN
-    (float8_e4m3fn has no inf: what overflows it is NaN). Saturates at 2⁶³ − 1.
+    (float8_e4m3fn has no inf: what rounds beyond 448 is NaN here, though some casts saturate).
+    Saturates at 2⁶³ − 1.
 
     Parameters
     ----------
@@ -112,10 +113,10 @@ def ulp_quantiles(
 def paired(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both as tensors on the reference's device, of one shape and not empty."""
     x, y = torch.as_tensor(reference).detach(), torch.as_tensor(candidate).detach()
-    if x.shape != y.shape or not x.numel():
+    if x.shape != y.shape or not x.numel() or x.is_complex() or y.is_complex():
         raise ValueError(
-            "`reference` and `candidate` must have one shape and at least one element; got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}"
+            "`reference` and `candidate` must be real, of one shape and with an element or more; "
+            f"got {tuple(x.shape)} of {x.dtype} and {tuple(y.shape)} of {y.dtype}"
         )
     return x, y.to(x.device)
 
@@ -178,6 +179,8 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """To the nearest value, ties to even; by way of float32 rounded to odd, so never twice."""
     if x.dtype == dtype:
         return x
+    if dtype == torch.float8_e4m3fn:  # 464 is the midpoint of 448 and of what would follow it
+        x = x.where(x.double().abs() <= 464, torch.nan)
     if x.dtype in (torch.float32, torch.bfloat16, torch.float16) or dtype == torch.float64:
         return x.to(dtype)
     x = x.double()
