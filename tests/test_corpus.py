@@ -1,14 +1,24 @@
 """The bundled documents, their validator, and two models that read them in lockstep."""
 
+import copy
 import json
 import re
 from itertools import combinations
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import scipy.special
+import torch
+from conftest import build_t0
 from rapidfuzz import fuzz
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossless_lab import paths, prompts
-from lossless_lab.prompts import PromptFileError
+from lossless_lab.pipeline import corpus
+from lossless_lab.pipeline.corpus import compare_on
+from lossless_lab.prompts import Document, PromptFileError
+from lossless_lab.statistical.summary import distance_summary
 
 PARTS = {part: prompts.read_documents(part=part) for part in ("evaluation", "calibration")}
 BOTH = [d for part in PARTS.values() for d in part]
@@ -73,3 +83,195 @@ def test_a_bad_document_is_refused_with_its_line(tmp_path, change, message):
 def test_the_corpus_travels_with_the_package():
     assert (paths.DATA / "corpus" / "README.md").is_file()
     assert "Apache-2.0" in (paths.DATA / "corpus" / "README.md").read_text(encoding="utf-8")
+
+
+# ---- two models in lockstep --------------------------------------------------------------------
+
+TEXTS = ["the first document", "short", "a third one, longer than the others", "x = f(y)", "zy"]
+
+
+def letters(vocab_size=97):
+    """A tokenizer of one id per character."""
+    return lambda text, verbose=True: {"input_ids": [ord(c) % vocab_size for c in text]}
+
+
+def model(network, tokenizer=None):
+    return SimpleNamespace(network=network, tokenizer=tokenizer or letters())
+
+
+def nudged(network, size=0.02):
+    """A copy whose head is a little off."""
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        weight = other.get_output_embeddings().weight
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight += size * noise.to(weight.dtype)
+    return other
+
+
+@pytest.fixture(scope="module")
+def pair(t0):
+    """T0 and a copy with another head."""
+    return model(t0), model(nudged(t0))
+
+
+def one_by_one(reference, candidate, texts):
+    """KL, log-probabilities of the next id in float64 numpy, each document alone, unpadded."""
+    rows = []
+    for i, text in enumerate(texts):
+        ids = reference.tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            sides = [m.network(torch.tensor([ids])).logits[0] for m in (reference, candidate)]
+        p, q = (scipy.special.log_softmax(z.double().numpy(), axis=1) for z in sides)
+        for t in range(len(ids) - 1):
+            kl = float((np.exp(p[t]) * (p[t] - q[t])).sum())
+            rows.append((str(i), t, ids[t + 1], kl, p[t, ids[t + 1]], q[t, ids[t + 1]]))
+    return rows
+
+
+COLUMNS = ["document", "position", "token_id", "kl_reference_candidate_nats", "reference_logprob",
+           "candidate_logprob"]  # fmt: skip
+
+
+def same(frame, expected):
+    found = [tuple(row) for row in frame[COLUMNS].itertuples(index=False)]
+    return len(found) == len(expected) and all(
+        a[:3] == b[:3] and a[3:] == pytest.approx(b[3:], rel=1e-3, abs=1e-6)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_batches_padding_and_chunks_change_nothing(pair, monkeypatch):
+    expected = one_by_one(*pair, TEXTS)
+    assert same(compare_on(*pair, TEXTS, progress=False), expected)
+    assert not same(compare_on(*pair[::-1], TEXTS, progress=False), expected)  # direction
+    for tokens, logits in ((20, 97 * 3), (1, 97), (10_000, 97 * 50)):
+        monkeypatch.setattr(corpus, "_TOKENS", tokens)
+        monkeypatch.setattr(corpus, "_LOGITS", logits)
+        assert same(compare_on(*pair, TEXTS, progress=False), expected)
+
+
+def test_the_token_that_follows_is_the_one_judged(pair):
+    """The network's own loss is the oracle; the token before, or the same one, is far off."""
+    reference, _ = pair
+    frame = compare_on(*pair, TEXTS, progress=False)
+    for i, text in enumerate(TEXTS):
+        ids = torch.tensor([reference.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            loss = float(reference.network(ids, labels=ids).loss)
+            logp = reference.network(ids).logits[0].log_softmax(-1)
+        found = -frame.loc[frame["document"] == str(i), "reference_logprob"].mean()
+        assert found == pytest.approx(loss, rel=1e-4)
+        mutant = -float(logp[:-1].gather(1, ids[0, :-1, None]).mean())  # off by one
+        assert mutant != pytest.approx(loss, rel=1e-2)
+
+
+def test_against_itself_exactly_zero_and_printed(t0, capsys):
+    frame = compare_on(model(t0), model(copy.deepcopy(t0)), TEXTS, max_tokens=20)
+    zeros = ["kl_reference_candidate_nats", "js_nats", "total_variation", "hellinger", "logit_peak"]
+    assert (frame[zeros] == 0).all(axis=None)
+    assert (frame["reference_logprob"] == frame["candidate_logprob"]).all()
+    out = capsys.readouterr()
+    assert "reference against itself: largest KL 0\n" in out.out
+    assert f"{len(frame)} tokens of 5 documents, 1 cut at 20 tokens" in out.out
+    assert "batch" in out.err
+    compare_on(model(t0), model(t0), TEXTS, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_of_tokens_times_vocabulary(pair, monkeypatch):
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == 97:
+                sizes.append(out.numel())
+            return out
+
+    monkeypatch.setattr(corpus, "_LOGITS", 97 * 10)
+    with Watch():
+        compare_on(*pair, ["a text of some length " * 5] * 6, progress=False)
+    assert max(sizes) <= 97 * 10
+
+
+def test_what_lies_behind_the_head_is_not_lost(pair):
+    """A soft cap on the logits, a patched forward, a hook: the network's own logits count."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=2.0,
+        pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        capped = Gemma2ForCausalLM(config).eval()
+    capped = model(capped), model(nudged(capped, 0.1))
+    assert same(compare_on(*capped, TEXTS, progress=False), one_by_one(*capped, TEXTS))
+
+    reference, _ = pair
+    hooked = copy.deepcopy(reference.network)
+    hooked.register_forward_hook(lambda _, args, out: setattr(out, "logits", out.logits * 1.2))
+    hooked = reference, model(hooked)
+    expected = one_by_one(*hooked, TEXTS)
+    assert np.mean([row[3] for row in expected]) > 0.01
+    assert same(compare_on(*hooked, TEXTS, progress=False), expected)
+
+
+def test_compiled_code_is_what_runs(pair):
+    reference, candidate = pair
+    ran = []
+
+    def backend(graph, inputs):
+        return lambda *args: ran.append(1) or graph(*args)
+
+    compiled = model(torch.compile(copy.deepcopy(candidate.network), backend=backend))
+    frame = compare_on(reference, compiled, TEXTS[:2], progress=False)
+    assert ran and same(frame, one_by_one(reference, candidate, TEXTS[:2]))
+
+
+def test_nan_and_lost_tokens_are_kept(t0):
+    broken = nudged(t0)
+    broken.config.tie_word_embeddings = False
+    broken.lm_head.bias = torch.nn.Parameter(torch.zeros(97))
+    with torch.no_grad():
+        broken.lm_head.bias[ord("t") % 97] = -float("inf")
+    texts = ["the " * 6 + str(i) for i in range(3)]
+    documents = [
+        Document(id=f"d{i}", language="en", kind="news", text=text) for i, text in enumerate(texts)
+    ]
+    frame = compare_on(model(t0), model(broken), documents, progress=False)
+    found = distance_summary(frame)
+    assert len(found.infinite) == len(frame) == found.n_tokens
+    assert set(frame["unreachable_id"]) == {ord("t") % 97}
+    assert found.infinite[0] == ("d0", 0, ord("t") % 97)
+    with torch.no_grad():
+        broken.lm_head.bias[5] = float("nan")
+    found = distance_summary(compare_on(model(t0), model(broken), documents, progress=False))
+    assert len(found.undefined) == found.n_tokens and np.isnan(found.value("mean TV"))
+
+
+def test_bad_input_is_named(t0, pair):
+    reference, candidate = pair
+    cases = [
+        ((reference, candidate, []), "`documents` must be one or more, of distinct ids; got 0"),
+        ((reference, candidate, [BOTH[0], BOTH[0]]), "distinct ids; got 2"),
+        ((reference, candidate, ["ab", "c"]), "document '1' must have 2 tokens or more"),
+        ((t0, candidate, TEXTS), "`reference` must have a tokenizer"),
+        ((reference, model(t0, letters(50)), TEXTS), "document '0': the tokenizers of both sides"),
+        ((reference, build_t0(vocab_size=98), TEXTS), "reference's vocabulary, 97 tokens; got 98"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            compare_on(*arguments, progress=False)
+
+
+@pytest.mark.slow
+def test_the_bundled_corpus_on_the_tiny_pair(tiny_target, tiny_draft, capsys):
+    frame = compare_on(tiny_target, tiny_draft)
+    found = distance_summary(frame)
+    assert found.n_documents == 157 and not found.undefined and not found.infinite
+    assert "largest KL 0\n" in capsys.readouterr().out
+    assert found.value("mean KL(reference‖candidate)") > 0.01
+    assert frame["document"].drop_duplicates().tolist() == [d.id for d in PARTS["evaluation"]]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from ..results import Result
-from ..stats.intervals import MIN_CLUSTERS, token_mean_interval
+from ..stats.intervals import MIN_CLUSTERS
 from .distances import LOGPROBS, MEASURES
+from .estimates import Estimate, Estimates
 
-PERCENTILES = (99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1)
 DISTANCES = {
     "KL(reference‖candidate)": (MEASURES[0], "nats"),
     "KL(candidate‖reference)": (MEASURES[1], "nats"),
@@ -22,15 +20,6 @@ DISTANCES = {
     "TV": ("total_variation", "probability"),
     "Hellinger": ("hellinger", "1"),
 }
-
-
-class _Estimate(NamedTuple):
-    """A row of the table, without its name and unit."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
-    iid_se: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,12 +124,14 @@ def distance_summary(frame: pd.DataFrame, *, confidence: float = 0.95) -> Distan
         raise ValueError("`frame` must hold at least one token; got none")
     documents = frame["document" if "document" in frame else "prompt_id"].to_numpy(str)
     codes = np.unique(documents, return_inverse=True)[1]
-    table = _Table(codes, confidence)
+    table = Estimates(codes, confidence)
     for name, (column, unit) in DISTANCES.items():
         table.distribution(name, _numbers(frame, column), unit)
-    mean, unit = table.mean(_numbers(frame, "total_variation")), "probability"
+    tv, unit = _numbers(frame, "total_variation"), "probability"
     length = len(codes) / (codes.max() + 1)
-    table.add("T × mean TV", _Estimate(*np.minimum(1, length * np.array(mean[:3]))), unit)
+    sequence = np.minimum(1, length * np.array(table.mean(tv)[:3]))
+    table.add("T × mean TV", Estimate(*sequence.tolist()), unit)
+    table.add("mean TV by document, one-sided", table.by_document(tv), unit)
     for side in ("reference", "candidate"):
         table.add(f"entropy {side}", table.mean(_numbers(frame, f"{side}_entropy_nats")), "nats")
     bad = frame["js_nats"].isna().to_numpy()
@@ -152,7 +143,7 @@ def distance_summary(frame: pd.DataFrame, *, confidence: float = 0.95) -> Distan
         _of_correct_tokens(table, frame, bad)
     forward = _numbers(frame, MEASURES[0])
     lost = frame.get("unreachable_id", pd.Series(pd.NA, frame.index, dtype="Int64")).fillna(-1)
-    places = list(zip(documents.tolist(), frame["position"], lost, strict=True))
+    places = list(zip(documents.tolist(), frame["position"].tolist(), lost.tolist(), strict=True))
     return DistanceSummary(
         frame=pd.DataFrame(table.rows),
         n_tokens=len(frame),
@@ -163,53 +154,14 @@ def distance_summary(frame: pd.DataFrame, *, confidence: float = 0.95) -> Distan
     )
 
 
-class _Table:
-    """Collects rows; knows which token belongs to which document."""
-
-    def __init__(self, documents: np.ndarray, confidence: float) -> None:
-        self.documents, self.confidence = documents, confidence
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, statistic: str, estimate: _Estimate, unit: str) -> None:
-        self.rows.append({"statistic": statistic, **estimate._asdict(), "unit": unit})
-
-    def mean(self, x: np.ndarray) -> _Estimate:
-        """The token mean, its interval by document, and the error of independent tokens."""
-        with np.errstate(invalid="ignore"):
-            value, finite = float(np.mean(x)), np.isfinite(x).all()
-        if not finite:
-            return _Estimate(value)
-        iid_se = float(stats.sem(x)) if len(x) > 1 else math.nan
-        if self.documents.max() + 1 < MIN_CLUSTERS:
-            return _Estimate(value, iid_se=iid_se)
-        limits = token_mean_interval(x, self.documents, confidence=self.confidence)
-        return _Estimate(value, *limits, iid_se)
-
-    def percentile(self, x: np.ndarray, q: float) -> _Estimate:
-        value = _percentile(x, q)
-        sides = (len(np.unique(self.documents[side])) for side in (x > value, x < value))
-        if math.isnan(value) or min(sides) < MIN_CLUSTERS:
-            return _Estimate(value)
-        low, high = token_mean_interval(x <= value, self.documents, confidence=self.confidence)
-        half = 100 * (high - low) / 2
-        return _Estimate(value, *(_percentile(x, min(max(q + d, 0), 100)) for d in (-half, half)))
-
-    def distribution(self, name: str, x: np.ndarray, unit: str) -> None:
-        self.add(f"mean {name}", self.mean(x), unit)
-        self.add(f"maximum {name}", _Estimate(float(np.max(x))), unit)
-        for q in PERCENTILES:
-            self.add(f"{'median' if q == 50 else f'{q:g} %'} {name}", self.percentile(x, q), unit)
-        self.add(f"minimum {name}", _Estimate(float(np.min(x))), unit)
-
-
-def _of_correct_tokens(table: _Table, frame: pd.DataFrame, bad: np.ndarray) -> None:
+def _of_correct_tokens(table: Estimates, frame: pd.DataFrame, bad: np.ndarray) -> None:
     reference, candidate = (_numbers(frame, name) for name in LOGPROBS)
     with np.errstate(invalid="ignore", over="ignore"):
         step = np.exp(reference) * np.expm1(candidate - reference)
         change = np.where(np.isfinite(reference), step, np.exp(candidate))
         sides = {"candidate": table.mean(-candidate), "reference": table.mean(-reference)}
         ratio = table.mean(reference - candidate)
-        perplexities = {side: _through_exp(mean) for side, mean in sides.items()}
+        perplexities = {side: mean.through_exp() for side, mean in sides.items()}
         q, p = (perplexities[side].value for side in sides)
         moved = q * (-candidate - sides["candidate"].value)
         moved = moved - p * (-reference - sides["reference"].value) + (q - p)
@@ -218,34 +170,21 @@ def _of_correct_tokens(table: _Table, frame: pd.DataFrame, bad: np.ndarray) -> N
         correlation = together / (spread[0] * spread[1]) if all(spread) else math.nan
     for side, estimate in perplexities.items():
         table.add(f"PPL {side}", estimate, "1")
-    table.add("correlation of ln PPL", _Estimate(float(correlation)), "1")
+    table.add("correlation of ln PPL", Estimate(float(correlation)), "1")
     table.add("ln PPL ratio", ratio, "nats")
-    table.add("PPL ratio", _through_exp(ratio), "1")
+    table.add("PPL ratio", ratio.through_exp(), "1")
     table.add("PPL difference", table.mean(moved), "1")
     table.distribution("Δp", change, "probability")
     square = table.mean(change**2)
     root = [math.sqrt(max(v, 0)) for v in square[:3]]
     error = square.iid_se / (2 * root[0]) if root[0] else square.iid_se
-    table.add("RMS Δp", _Estimate(*root, error), "probability")
+    table.add("RMS Δp", Estimate(*root, error), "probability")
     right = [
         (frame[f"{side}_top_id"] == frame["token_id"]).to_numpy(bool)
         for side in ("reference", "candidate")
     ]
     for name, (was, is_now) in {"right to wrong": right, "wrong to right": right[::-1]}.items():
         table.add(name, table.mean(np.where(bad, math.nan, was & ~is_now)), "share")
-
-
-def _through_exp(mean: _Estimate) -> _Estimate:
-    value, low, high = (float(np.exp(v)) for v in mean[:3])
-    return _Estimate(value, low, high, value * mean.iid_se)
-
-
-def _percentile(x: np.ndarray, q: float) -> float:
-    """At rank q (n − 1) / 100, linear in between; inf between a number and inf."""
-    with np.errstate(invalid="ignore"):
-        value = float(np.percentile(x, q))
-    above = math.isnan(value) and not np.isnan(x).any()
-    return float(np.percentile(x, q, method="higher")) if above else value
 
 
 def _numbers(frame: pd.DataFrame, column: str) -> np.ndarray:

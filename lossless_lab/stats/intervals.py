@@ -140,6 +140,41 @@ def token_mean_interval(
     )
 
 
+def mean_upper_bound(cluster_means: Sequence[float], *, confidence: float = 0.95) -> float:
+    """One-sided upper limit of the mean over clusters: Student's t with the skewness γ removed.
+
+    With u = (x̄ − μ)/s, u + γu²/3 + γ²u³/27 + γ/6n is nearly symmetric where u is not: distances
+    have a long right tail, which a plain t bound misses too often.
+
+    Raises
+    ------
+    ValueError
+        As `cluster_mean_interval`.
+
+    Notes
+    -----
+    Source: Hall 1992, On the removal of skewness by transformation. Simulated coverage in
+    data/calibration/coverage.csv.
+
+    Examples
+    --------
+    Without skewness it is Student's; with a right tail it lies higher.
+
+    >>> x, tail = [0.0, 1.0] * 15, [0.0, 1.0] * 15 + [9.0]
+    >>> [round(cluster_mean_interval(v, alternative="less").high, 3) for v in (x, tail)]
+    [0.658, 1.264]
+    >>> [round(mean_upper_bound(v), 3) for v in (x, tail)]
+    [0.658, 2.635]
+    """
+    plain = cluster_mean_interval(cluster_means, confidence=confidence, alternative="less").high
+    x = np.asarray(cluster_means, dtype=np.float64)
+    n, skew = len(x), float(stats.skew(x, bias=False)) if np.ptp(x) else 0.0
+    if abs(skew) < 1e-9:
+        return plain
+    low = -stats.t.isf(1 - confidence, n - 1) / math.sqrt(n) - skew / (6 * n)
+    return float(x.mean() - 3 / skew * (np.cbrt(1 + skew * low) - 1) * x.std(ddof=1))
+
+
 def bounded_mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
     """Limits, each one-sided at `confidence`, of the mean of values in [0, 1]; valid at any n.
 
