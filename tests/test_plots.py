@@ -357,3 +357,35 @@ def test_a_minus_sign_that_no_font_has_becomes_a_hyphen(monkeypatch, fresh_fonts
     monkeypatch.setattr("lossless_lab.plots.theme.drawable", lambda character: character != "−")
     with plots.style():
         assert matplotlib.rcParams["axes.unicode_minus"] is False
+
+
+def ladder(**changes) -> pd.DataFrame:
+    columns = {"format": ["int8", "int4"], "bits_per_weight": [8.1, 4.5]}
+    return pd.DataFrame({**columns, "mean_kl_nats": [1e-4, 1e-2], **changes})
+
+
+def test_the_ladder_marks_the_chosen_format_and_names_a_floor_off_the_scale():
+    frame = ladder(low=[8e-5, 9e-3], high=[2e-4, 2e-2], chosen=[False, True])
+    figure = Figure()
+    ax = figure.add_subplot()
+    for _ in range(2):
+        plots.format_ladder(frame, ax=ax, floors={"twin": 1e-13, "bf16": 2e-5})
+    assert named(ax, "chosen").get_xdata().tolist() == [1e-2]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["int8, 8.1 bits", "int4, 4.5 bits"]
+    texts = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert texts == ["twin 1e-13 (off scale)", "bf16 2e-05"]
+    assert len(ax.collections) == 1, "whiskers are drawn anew, not added"
+
+
+def test_the_tail_is_the_share_of_positions_with_at_least_that_kl():
+    frame = pd.DataFrame({"candidate": "a", "kl_reference_candidate_nats": [0.1, 0.4, 0.2, 0.3]})
+    ax = plots.kl_tail(frame)
+    np.testing.assert_allclose(named(ax, "a").get_xdata(), [0.4, 0.3, 0.2, 0.1])
+    np.testing.assert_allclose(named(ax, "a").get_ydata(), [0.25, 0.5, 0.75, 1])
+
+
+def test_the_map_shows_log10_of_each_matrix():
+    frame = pd.DataFrame({"layer": [1, 1, 2, 2], "module": ["q", "k"] * 2})
+    ax = plots.sensitivity_map(frame.assign(mean_kl_nats=[1e-1, 1e-2, 1e-3, 1e-4]))
+    assert ax.images[0].get_array().tolist() == [[-1, -3], [-2, -4]]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["q", "k"]

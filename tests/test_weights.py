@@ -30,7 +30,7 @@ def test_the_table_is_that_of_numpy(build):
         assert (row.rows, row.width) == x.shape
         assert name.endswith(f"{row.module}.weight")
     layers = table["layer"].dropna()
-    assert sorted(set(layers)) == [0, 1, 2]
+    assert sorted(set(layers)) == [1, 2, 3]
     assert table.loc[table["layer"].isna(), "relative_rms"].eq(0).all()  # embeddings, head
 
 
@@ -45,7 +45,7 @@ def test_bits_outliers_and_tied_weights():
     assert (table.loc[changed, "bits_per_weight"] == 4.5).all()
     assert (table.loc[~changed, "bits_per_weight"] == 32).all()
     worst = table.loc[table["outlier_share"].idxmax()]
-    assert (worst["layer"], worst["module"]) == (1, "mlp.up_proj")
+    assert (worst["layer"], worst["module"]) == (2, "mlp.up_proj")
     assert worst["outlier_share"] == pytest.approx(3 / (128 * 64), rel=1e-6)
 
 
@@ -56,7 +56,7 @@ def test_one_wrong_matrix_is_named_and_nan_is_not_averaged_away():
         other.model.layers[2].self_attn.o_proj.weight[0, 0] = torch.nan
     table = weight_errors(network, other)
     wrong = table[table["relative_rms"] != 0]
-    assert wrong[["layer", "module"]].to_numpy().tolist() == [[2, "self_attn.o_proj"]]
+    assert wrong[["layer", "module"]].to_numpy().tolist() == [[3, "self_attn.o_proj"]]
     assert wrong["relative_rms"].isna().all()
 
 

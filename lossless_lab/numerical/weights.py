@@ -30,8 +30,8 @@ def weight_errors(
     Returns
     -------
     DataFrame
-        One row per matrix, tied ones once: layer (<NA> outside of layers), module, rows, width,
-        relative_rms, sqnr_db = −20 log10 of it, max_abs_difference (unit of the weights),
+        One row per matrix, tied ones once: layer (from 1; <NA> outside of layers), module, rows,
+        width, relative_rms, sqnr_db = −20 log10 of it, max_abs_difference (unit of the weights),
         bits_per_weight, and outlier_share, the share of the reference's weights beyond 6 RMS
         (2e-9 in a normal law).
 
@@ -69,11 +69,11 @@ def weight_errors(
 
 
 def _place(name: str) -> dict[str, Any]:
-    """The first number in a parameter's name is its layer; what stands behind is the module."""
+    """The first number in a parameter's name is its layer less 1; behind it stands the module."""
     found = re.search(r"(?:^|\.)(\d+)\.", name)
     module = name[found.end() :] if found else name
     return {
-        "layer": int(found[1]) if found else None,
+        "layer": int(found[1]) + 1 if found else None,
         "module": module.removesuffix(".weight"),
     }
 

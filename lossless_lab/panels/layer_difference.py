@@ -71,9 +71,10 @@ def difference(source: Layers, *, candidate: str, prompt: str, layer: int, modul
     found = tensor_difference(*pair)
     first = source.first_above(candidate, prompt)
     starts = "stays within" if first is None else f"at layer {first[0]} ({first[1]}) leaves"
+    same = "equal, bit by bit" if found.answer == "equal" else ""
     size = f"relative RMS difference {found.sums.relative_rms:.3g}, {found.answer}"
     return Content(
-        text=f"Layer {layer}, {module}: {'equal, bit by bit' if found.answer == 'equal' else size}.\n"
+        text=f"Layer {layer}, {module}: {same or size}.\n"
         f"The drift {starts} the noise band of eager code. Against float64 the candidate is "
         f"{source.refereed(candidate)}.",
         frames={"drift": drift, "ulps": ulp_histogram(*pair)},

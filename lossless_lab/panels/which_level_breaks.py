@@ -18,6 +18,11 @@ from scipy import stats
 
 from lossless_lab import plots
 from lossless_lab.statistical.divergences import distribution, from_probs, total_variation
+from lossless_lab.stats.intervals import (
+    MIN_CLUSTERS,
+    bounded_mean_interval,
+    cluster_mean_interval,
+)
 
 from .base import Content, Panel
 
@@ -160,8 +165,12 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _law(tv: np.ndarray, law: np.ndarray, output: np.ndarray) -> tuple[str, str]:
-    worst = float(tv.max())
-    word = "PROVEN" if worst <= 1e-9 else "EQUIVALENT" if worst <= MARGINS["2"] else "DIFFERENT"
+    """The word of `check`: by the mean TV over prompts and its limits, the worst beside it."""
+    worst, margin = float(tv.max()), MARGINS["2"]
+    few = len(tv) < MIN_CLUSTERS
+    low, high = bounded_mean_interval(tv) if few else cluster_mean_interval(tv, confidence=0.9)
+    word = "EQUIVALENT" if high <= margin else "DIFFERENT" if low > margin else "INCONCLUSIVE"
+    word = "PROVEN" if worst <= 1e-9 else word
     unreachable = int(((output <= 0) & (law > 0)).any(axis=1).sum())
     lost = f"; after {unreachable} prompts some token never comes" if unreachable else ""
     return word, f"exact TV: mean {tv.mean():.2g}, worst {worst:.2g} (margin .01){lost}"

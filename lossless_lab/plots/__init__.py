@@ -5,6 +5,7 @@ from .divergences import divergence_by_position, divergence_by_prompt, first_div
 from .labels import token_label
 from .layers import layer_drift
 from .numerical import drift_by_stage, error_triangle, flips, local_error, survival, ulp_bars
+from .quantization import format_ladder, kl_tail, sensitivity_map
 from .theme import COLOURS, PRESETS, axes, style
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "error_triangle",
     "first_divergence",
     "flips",
+    "format_ladder",
+    "kl_tail",
     "layer_drift",
     "local_error",
+    "sensitivity_map",
     "style",
     "survival",
     "token_label",

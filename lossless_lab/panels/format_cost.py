@@ -1,0 +1,100 @@
+"""The panel of notebook 04: what a number format costs, in which layer, and at one position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import ipywidgets
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lossless_lab import plots
+
+from .base import Content, Panel
+
+
+class Costs(Protocol):
+    """What `format_cost` is handed: see `pipeline.FormatCosts`, which keeps its answers."""
+
+    formats: Sequence[str]
+    documents: Sequence[Any]
+
+    def summary(self, fmt: str) -> Any:
+        """Every statistic over the corpus."""
+
+    def ladder(self) -> pd.DataFrame:
+        """One row per format: bits_per_weight, mean_kl_nats, low, high."""
+
+    def weights(self, fmt: str) -> pd.DataFrame:
+        """Error of each matrix."""
+
+    def distribution(self, fmt: str, document: str, position: int) -> pd.DataFrame:
+        """Both laws at one position."""
+
+    def ids(self, document: str) -> Sequence[int]:
+        """Token ids of a document."""
+
+
+def format_cost(source: Costs) -> Panel:
+    """Panel that chooses format, document, position and layer.
+
+    Raises
+    ------
+    ValueError
+        Where the source has no formats.
+    """
+    if not source.formats:
+        raise ValueError("`source` must have at least one format; it has none")
+    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
+    let_go = {"continuous_update": False, **wide}
+    names = [document.id for document in source.documents]
+    n_layers = int(source.weights(source.formats[0])["layer"].max())
+    controls = {
+        "format": ipywidgets.Dropdown(options=source.formats, description="format", **wide),
+        "document": ipywidgets.Dropdown(options=names, description="document", **wide),
+        "position": ipywidgets.IntSlider(max=0, description="position", **let_go),
+        "layer": ipywidgets.IntSlider(min=1, max=n_layers, description="layer", **let_go),
+    }
+    return Panel(
+        controls=controls,
+        compute=lambda **state: cost(source, **state),
+        draw=_draw,
+        figure=Figure(figsize=(9.6, 4.2), dpi=100),
+        adapt=lambda controls: _adapt(source, controls),
+    )
+
+
+def cost(source: Costs, *, format: str, document: str, position: int, layer: int) -> Content:
+    """What the panel shows for one choice, without a panel."""
+    weights = source.weights(format)
+    here = weights[(weights["layer"] == layer) & (weights["relative_rms"] > 0)]
+    worst = here.sort_values("sqnr_db")
+    told = "no matrix of it changed"
+    if len(worst):
+        told = f"worst matrix {worst.iloc[0]['module']}, SQNR {worst.iloc[0]['sqnr_db']:.1f} dB"
+    ladder = source.ladder()
+    chosen = ladder["format"] == format
+    bits = float(ladder.loc[chosen, "bits_per_weight"].iloc[0])
+    return Content(
+        text=f"{format}, {bits:.3g} bits per weight: {source.summary(format)}\n"
+        f"Layer {layer}: {told}.",
+        frames={
+            "ladder": ladder.assign(chosen=chosen),
+            "distribution": source.distribution(format, document, position),
+        },
+        table=here[["module", "bits_per_weight", "relative_rms", "sqnr_db", "outlier_share"]],
+    )
+
+
+def _adapt(source: Costs, controls: Mapping) -> None:
+    controls["position"].max = len(source.ids(controls["document"].value)) - 1
+
+
+def _draw(figure: Figure, content: Content, state: dict) -> None:
+    if not figure.axes:
+        figure.subplots(1, 2)
+        figure.subplots_adjust(left=0.2, right=0.985, bottom=0.14, top=0.9, wspace=0.35)
+    ladder, law = figure.axes
+    plots.format_ladder(content.frames["ladder"], ax=ladder)
+    plots.distribution_dots(content.frames["distribution"], ax=law, n_tokens=10)

@@ -1,0 +1,160 @@
+"""What each number format costs one model: over a corpus, by matrix, and at one position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lossless_lab.number_formats import number_format
+from lossless_lab.numerical.capture import forward, model_inputs
+from lossless_lab.numerical.weights import weight_errors
+from lossless_lab.optimizations.quantization import matrices, quantized
+from lossless_lab.pipeline.corpus import compare_on
+from lossless_lab.prompts import Document, read_documents
+from lossless_lab.statistical.one_position import distribution
+from lossless_lab.statistical.summary import DistanceSummary, distance_summary
+
+
+class FormatCosts:
+    """Answers for the panel `format_cost` and for notebook 04; each is computed once.
+
+    Parameters
+    ----------
+    model : result of `load`.
+    documents : as from `prompts.read_documents`; None reads the bundled corpus.
+    formats : names in number_formats.FORMATS that the panel offers.
+    max_tokens : a document is read up to here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        documents: Sequence[Document] | None = None,
+        *,
+        formats: Sequence[str] = ("int8-channel", "int4-group64"),
+        max_tokens: int = 128,
+    ) -> None:
+        self.model = model
+        self.documents = list(read_documents() if documents is None else documents)
+        self.formats = tuple(number_format(name).name for name in formats)
+        self.max_tokens = max_tokens
+        self._kept: dict[tuple, Any] = {}
+
+    def network(self, fmt: str) -> nn.Module:
+        """The model with its weights in the format; kept, as a reader goes back and forth."""
+        return self._once(("network", fmt), lambda: quantized(fmt).apply(self.model).network)
+
+    def positions(self, fmt: str) -> pd.DataFrame:
+        """`compare_on` over all documents, with the kind and language of each."""
+
+        def compute() -> pd.DataFrame:
+            about = pd.DataFrame([(d.id, d.kind, d.language) for d in self.documents])
+            about.columns = ["document", "kind", "language"]
+            frame = compare_on(
+                self.model, self.network(fmt), self.documents, max_tokens=self.max_tokens,
+                progress=False,
+            )  # fmt: skip
+            return frame.merge(about, on="document", how="left")
+
+        return self._once(("positions", fmt), compute)
+
+    def summary(self, fmt: str) -> DistanceSummary:
+        """Every statistic over the corpus, with intervals by document."""
+        return self._once(("summary", fmt), lambda: distance_summary(self.positions(fmt)))
+
+    def weights(self, fmt: str) -> pd.DataFrame:
+        """Error of each matrix: `weight_errors`, with the bits that the format takes."""
+        bits = number_format(fmt).bits_per_weight
+        return self._once(
+            ("weights", fmt),
+            lambda: weight_errors(self.model, self.network(fmt), bits_per_weight=bits),
+        )
+
+    def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
+        """One row per format: bits per weight, mean KL with its interval, TV, and the tail."""
+        rows = []
+        for fmt in formats or self.formats:
+            summary, weights = self.summary(fmt), self.weights(fmt)
+            table = summary.frame.set_index("statistic")
+            kl = table.loc["mean KL(reference‖candidate)"]
+            changed = weights[weights["relative_rms"] > 0]
+            n = changed["rows"] * changed["width"]
+            rows.append(
+                {
+                    "format": fmt,
+                    "bits_per_weight": float((changed["bits_per_weight"] * n).sum() / n.sum()),
+                    "mean_kl_nats": kl["value"],
+                    "low": kl["low"],
+                    "high": kl["high"],
+                    "mean_tv": table.loc["mean TV", "value"],
+                    "same_top": table.loc["same top token", "value"],
+                    "weights_sqnr_db": float(changed["sqnr_db"].mean()),
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def sensitivity(self, fmt: str, *, n_documents: int = 24) -> pd.DataFrame:
+        """Mean KL of one matrix quantised alone, and KL saved by restoring it alone.
+
+        Returns
+        -------
+        DataFrame with layer, module, mean_kl_nats (alone), restored_kl_nats (the rest quantised),
+        and saved_nats, the whole cost less that.
+        """
+        documents = self.documents[:n_documents]
+
+        def cost(network: nn.Module) -> float:
+            frame = compare_on(
+                self.model, network, documents, max_tokens=self.max_tokens, progress=False
+            )
+            return float(frame["kl_reference_candidate_nats"].mean())
+
+        def compute() -> pd.DataFrame:
+            plain, rounded = (dict(matrices(n)) for n in (self.model.network, self.network(fmt)))
+            alone, rest = quantized(fmt).apply(self.model).network, self.network(fmt)
+            work = dict(matrices(alone))
+            for name, weight in work.items():
+                weight.copy_(plain[name])
+            whole, rows = cost(rest), []
+            for name in plain:
+                work[name].copy_(rounded[name])
+                one = cost(alone)
+                work[name].copy_(plain[name])
+                kept = rounded[name].clone()
+                rounded[name].copy_(plain[name])
+                without = cost(rest)
+                rounded[name].copy_(kept)
+                layer = next((int(p) + 1 for p in name.split(".") if p.isdigit()), 0)
+                module = ".".join(name.split(".")[-2:])
+                rows.append((layer, module, one, without, whole - without))
+            columns = ["layer", "module", "mean_kl_nats", "restored_kl_nats", "saved_nats"]
+            return pd.DataFrame(rows, columns=columns)
+
+        return self._once(("sensitivity", fmt, n_documents), compute)
+
+    def distribution(self, fmt: str, document: str, position: int) -> pd.DataFrame:
+        """Both laws of the token after `position`, the likeliest tokens first."""
+        ids = self.ids(document)[: position + 1]
+
+        def law(network: nn.Module, name: str) -> torch.Tensor:
+            return self._once(
+                (name, document, position),
+                lambda: forward(network, model_inputs([ids], None))[0, -1].float(),
+            )
+
+        pair = law(self.model.network, ""), law(self.network(fmt), fmt)
+        return distribution(*pair, tokenizer_decode=self.model.tokenizer.decode)
+
+    def ids(self, document: str) -> list[int]:
+        """Token ids of a document, as they are read."""
+        text = next(d.text for d in self.documents if d.id == document)
+        return self.model.tokenizer(text)["input_ids"][: self.max_tokens]
+
+    def _once(self, key: tuple, compute: Any) -> Any:
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]

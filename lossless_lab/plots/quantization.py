@@ -1,0 +1,98 @@
+"""Charts of number formats: cost against bits, sensitive matrices, and the tail of a cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from .artists import chart, legend, line
+from .theme import COLOURS
+
+
+@chart("format", "bits_per_weight", "mean_kl_nats")
+def format_ladder(
+    frame: pd.DataFrame, *, ax: Axes | None = None, floors: Mapping[str, float] | None = None
+) -> Axes:
+    """Mean KL to the reference of each format, a row each, most bits first, log scale.
+
+    Parameters
+    ----------
+    frame : format, bits_per_weight, mean_kl_nats; low and high, where present, as whiskers; a
+        column chosen (bool) marks one format.
+    floors : name -> mean KL of what is harmless, a line each; those far below are named only.
+    """
+    frame = frame.sort_values(["bits_per_weight", "format"], ascending=False)
+    for artist in list(ax.collections):
+        artist.remove()
+    x, y = frame["mean_kl_nats"].to_numpy(dtype=float), np.arange(len(frame))
+    ax.set_xscale("log")
+    if {"low", "high"} <= set(frame):
+        ax.hlines(y, frame["low"], frame["high"], color=COLOURS["guide"], linewidth=2)
+    look = {"marker": "o", "linestyle": "", "color": COLOURS["candidate"], "label": "_formats"}
+    line(ax, "formats", x, y, **look)
+    left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * x.max()
+    for i, (name, value) in enumerate((floors or {}).items()):
+        left = min(left, value / 2) if value > left / 30 else left
+        label = f"{name} {value:.1g}" + ("" if value > left else " (off scale)")
+        look = {"color": COLOURS["guide"], "linestyle": ("-", "--", ":")[i % 3], "label": label}
+        line(ax, name, [value, value], [-0.6, len(y) - 0.4], **look)
+    if "chosen" in frame:
+        ring = frame["chosen"].to_numpy()
+        look = {"marker": "o", "linestyle": "", "markersize": 11, "markerfacecolor": "none"}
+        line(ax, "chosen", x[ring], y[ring], color="black", label="_chosen", **look)
+    rows = zip(frame["format"], frame["bits_per_weight"], strict=True)
+    ax.set_yticks(y, [f"{name}, {bits:.3g} bits" for name, bits in rows])
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlim=(left, right), ylim=(len(y) - 0.4, -0.6))
+    ax.set_xlabel("mean KL(reference‖candidate) (nats, log scale)")
+    if floors:
+        legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return ax
+
+
+@chart("layer", "module", "mean_kl_nats")
+def sensitivity_map(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Mean KL when one matrix alone is quantised: a row for each module, a column for each layer.
+
+    Parameters
+    ----------
+    frame : layer, module, mean_kl_nats.
+    """
+    table = frame.pivot(index="module", columns="layer", values="mean_kl_nats")
+    table = table.loc[list(dict.fromkeys(frame["module"]))]
+    values = np.log10(table.to_numpy(dtype=float))
+    ax.clear()
+    picture = ax.imshow(values, cmap="cividis", aspect="auto")
+    ax.set_xticks(range(table.shape[1]), table.columns)
+    ax.set_yticks(range(len(table)), table.index)
+    ax.grid(visible=False)
+    ax.tick_params(length=0)
+    ax.set(xlabel="layer")
+    bar = ax.figure.colorbar(picture, ax=ax)
+    bar.set_label("log10 of mean KL (nats)")
+    return ax
+
+
+@chart("candidate", "kl_reference_candidate_nats")
+def kl_tail(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Share of positions whose KL is at least so large, a curve for each candidate, both log.
+
+    Parameters
+    ----------
+    frame : one row per position: candidate, kl_reference_candidate_nats.
+    """
+    for name, rows in frame.groupby("candidate", sort=False):
+        kl = np.sort(rows["kl_reference_candidate_nats"].to_numpy(dtype=float))[::-1]
+        share = np.arange(1, len(kl) + 1) / len(kl)
+        curve = line(ax, str(name), np.maximum(kl, 1e-12), share, drawstyle="steps-post")
+        curve.set_label(f"{name} (mean {kl.mean():.2g})")
+    ax.set(xscale="log", yscale="log", ylim=(0.5 / len(kl), 1.3))
+    ax.relim()
+    ax.autoscale_view(scaley=False)
+    ax.set(xlabel="KL at a position (nats, log scale)")
+    ax.set_ylabel("share of positions with\nat least that (log scale)")
+    legend(ax, loc="lower left", fontsize="x-small")
+    return ax

@@ -1,0 +1,74 @@
+"""Costs of number formats on a model: against direct comparison, and the panel on top."""
+
+import pandas as pd
+import pytest
+import torch
+
+from lossless_lab import models, panels
+from lossless_lab.number_formats import round_to
+from lossless_lab.pipeline import FormatCosts, compare_on
+from lossless_lab.prompts import read_documents
+
+
+@pytest.fixture(scope="module")
+def costs():
+    model = models.load("tiny-draft")
+    formats = ("int8-channel", "int4-group32", "int2-group32")
+    return FormatCosts(model, read_documents()[:36], formats=formats, max_tokens=32)
+
+
+def by_hand(model, fmt, only=None):
+    """A copy whose linear layers (or one of them) are rounded, made without the catalogue."""
+    copy = models.load("tiny-draft").network
+    with torch.no_grad():
+        for name, module in copy.named_modules():
+            chosen = "lm_head" not in name and only in (None, name)
+            if chosen and isinstance(module, torch.nn.Linear):
+                module.weight.copy_(round_to(module.weight, fmt))
+    return copy
+
+
+def test_positions_and_ladder_equal_a_comparison_by_hand(costs):
+    direct = compare_on(
+        costs.model, by_hand(costs.model, "int4-group32"), costs.documents, max_tokens=32,
+        progress=False,
+    )  # fmt: skip
+    ours = costs.positions("int4-group32")
+    pd.testing.assert_frame_equal(ours[direct.columns], direct)
+    row = costs.ladder().set_index("format").loc["int4-group32"]
+    assert row["mean_kl_nats"] == pytest.approx(direct["kl_reference_candidate_nats"].mean())
+    assert row["bits_per_weight"] == pytest.approx(4.5)
+    assert row["low"] < row["mean_kl_nats"] < row["high"]
+
+
+def test_fewer_bits_cost_more(costs):
+    assert costs.ladder()["mean_kl_nats"].is_monotonic_increasing
+
+
+def test_sensitivity_is_one_matrix_alone_and_leaves_everything_as_it_was(costs):
+    before = {k: v.clone() for k, v in costs.network("int2-group32").state_dict().items()}
+    found = costs.sensitivity("int2-group32", n_documents=4)
+    after = costs.network("int2-group32").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    name = "model.layers.0.mlp.down_proj"
+    alone = compare_on(
+        costs.model, by_hand(costs.model, "int2-group32", only=name), costs.documents[:4],
+        max_tokens=32, progress=False,
+    )  # fmt: skip
+    row = found[(found["layer"] == 1) & (found["module"] == "mlp.down_proj")].iloc[0]
+    assert row["mean_kl_nats"] == pytest.approx(alone["kl_reference_candidate_nats"].mean())
+
+
+def test_the_panel_follows_format_position_and_layer(costs):
+    panel = panels.format_cost(costs)
+    assert panel.error is None and panel.text.startswith("int8-channel, 8.")
+    pictures = {panel.png}
+    for name, value in (("format", "int2-group32"), ("position", 5), ("layer", 2)):
+        panel.controls[name].value = value
+        assert panel.error is None
+        pictures.add(panel.png)
+    content = panels.cost(costs, **panel.state)
+    assert panel.text == content.text and "Layer 2: worst matrix" in panel.text
+    assert len(pictures) == 3, "the layer changes the table, not the picture"
+    with pytest.raises(ValueError, match="at least one format"):
+        panels.format_cost(FormatCosts(costs.model, costs.documents, formats=()))
