@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.linalg import vecdot
 
 MEASURES = (
     "kl_reference_candidate_nats",
@@ -21,21 +22,22 @@ def distances(
 ) -> dict[str, torch.Tensor]:
     """MEASURES and MORE of each row, in float64; p = softmax(a), q = softmax(b), δ = ln(q/p).
 
-    KL(p‖q) = Σ p (e^δ − 1 − δ) has no negative term, and an error in δ's normaliser enters it
-    only squared. δ comes from the difference of the raw logits; its normaliser from the rule
-    that Σ (q − p) = 0. A token masked (−inf) on both sides adds nothing, on one side its mass.
+    With M the larger of p and q, w = −|δ| and e = e^w − 1, every term is M times a function of w
+    that is ≥ 0: e − w for the KL from the larger side, e·w − (e − w) for the one from the smaller,
+    −e/2 for TV, and so on. Nothing overflows, and what cancels is of relative size 1e-16/|δ|.
+    A token masked (−inf) on both sides adds nothing, on one side its mass.
 
     Parameters
     ----------
-    a, b : [rows, vocab_size], both float32 or both float64
+    a, b : [rows, vocab_size]; as few rows as `laws.chunks` gives, since temporaries are float64
         Of a row with NaN, +inf or no finite entry comes nothing useful: `laws.why_undefined`.
     tokens : [rows] of token ids, optional
-        Adds LOGPROBS, ln p and ln q of this token: ln q as ln p + δ, so that equal is equal.
+        Adds LOGPROBS, ln p and ln q of this token.
 
     Returns
     -------
     dict of [rows]
-        Hellinger is √(½ Σ (√p − √q)²), from the same q − p; entropies are −Σ p ln p.
+        Hellinger is √(½ Σ (√p − √q)²); entropies are −Σ p ln p.
 
     Examples
     --------
@@ -43,74 +45,51 @@ def distances(
     >>> [float(v) for v in distances(row, row).values()][:5]
     [0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    lse_a, lse_b = torch.logsumexp(a, -1, True), torch.logsumexp(b, -1, True)
-    p, q = (a - lse_a).exp_(), (b - lse_b).exp_()
-    entropies = [torch.special.entr(z).sum(-1).double() for z in (p, q)]
-    d = b.double() - a.double()  # rounding d in float32 would cost a shifted pair its digits
-    finite = torch.isfinite(d)
-    masked = None if finite.all() else ~finite
-    p_alone = q_alone = torch.zeros_like(lse_a)
+    (p, ln_p), (q, ln_q) = _law(a), _law(b)
+    delta = ln_q - ln_p
+    sides = zip(MORE[1:], (p, q), (ln_p, ln_q), strict=True)
+    rest = {name: -vecdot(x, ln_x.clamp(min=-1e4)) for name, x, ln_x in sides}
+    if tokens is not None:
+        pairs = zip(LOGPROBS, (ln_p, ln_q), strict=True)
+        rest |= {name: x.gather(-1, tokens[:, None])[:, 0] for name, x in pairs}
+    masked = None if (finite := torch.isfinite(delta)).all() else ~finite
+    alone = p_alone = q_alone = 0.0
     if masked is not None:
-        p_alone, q_alone = ((z * masked).sum(-1, True) for z in (p, q))
-        p, q, d = (z.masked_fill(masked, 0) for z in (p, q, d))
-    delta = (d - (lse_b - lse_a)).to(a.dtype)
-    near = delta.abs() < 1
-    excess = _gain(p, q, delta, near).sum(-1, True) + (q_alone - p_alone)
-    delta = (delta - torch.log1p(excess)).masked_fill((a == b).all(-1, True), 0)
-    gain = _gain(p, q, delta, near)
-    q = torch.where(near, p + gain, q)
-    series, small = delta.abs() < 0.1, delta.clamp(-1, 1)
-    js_term = (p * q).sqrt() * _js_near(small / 2)
-    if not near.all():
-        js_term = torch.where(near, js_term, _js_far(p, q, delta))
-    terms = (
-        torch.where(series, p * _expm1_minus(small), gain - p * delta),
-        torch.where(series, q * _expm1_minus(-small), q * delta - gain),
-        js_term,
-        gain.abs() / 2,
-        (gain / (p.sqrt() + q.sqrt()).clamp_min(1e-30)).square() / 2,
+        p_alone, q_alone = ((x * masked).sum(-1) for x in (p, q))
+        alone = p_alone + q_alone
+        p, q, delta = (x.masked_fill_(masked, 0) for x in (p, q, delta))
+    larger, upper = torch.maximum(p, q), (delta > 0).double()
+    w = delta.abs_().neg_()
+    e = torch.expm1(w)
+    half = torch.log1p(e / 2)  # ln of the mean of both, over the larger
+    from_larger = e - w
+    from_smaller = (e * w).sub_(from_larger)
+    js_term = torch.sub(w, half, alpha=2).add_(w.sub_(half).mul_(e))
+    tv = -vecdot(larger, e) / 2
+    js = vecdot(larger, js_term) / 2
+    forward, backward = vecdot(larger, from_larger), vecdot(larger, from_smaller)
+    q_larger = upper.mul_(larger)
+    moved = vecdot(q_larger, from_smaller) - vecdot(q_larger, from_larger)
+    forward, backward = forward + moved, backward - moved
+    hellinger = vecdot(larger, e.div_((e + 1).sqrt_().add_(1)).square_()) / 2
+    forward, backward = forward + q_alone, backward + p_alone
+    if masked is not None:
+        forward = forward.masked_fill((masked & (a > b)).any(-1), math.inf)
+        backward = backward.masked_fill((masked & (b > a)).any(-1), math.inf)
+    values = (
+        forward.clamp(min=0),
+        backward.clamp(min=0),
+        (js + math.log(2) / 2 * alone).clamp(0, math.log(2)),
+        (tv + alone / 2).clamp(0, 1),
     )
-    forward, backward, js, tv, hellinger = (term.sum(-1).double() for term in terms)
-    if masked is not None:
-        p_alone, q_alone = p_alone[:, 0].double(), q_alone[:, 0].double()
-        forward = (forward + q_alone).masked_fill((masked & (a > b)).any(-1), math.inf)
-        backward = (backward + p_alone).masked_fill((masked & (b > a)).any(-1), math.inf)
-        js = js + math.log(2) / 2 * (p_alone + q_alone)
-        tv = tv + (p_alone + q_alone) / 2
-        hellinger = hellinger + (p_alone + q_alone) / 2
-    within = js.clamp(max=math.log(2)), tv.clamp(max=1)  # float32 laws sum to 1 within 3e-6
-    values = forward, backward, *within, hellinger.clamp(max=1).sqrt(), *entropies
-    found = dict(zip((*MEASURES, *MORE), values, strict=True))
-    if tokens is None:
-        return found
-    ids = tokens[:, None]
-    ln_p, ln_q = ((z.gather(-1, ids) - lse)[:, 0].double() for z, lse in ((a, lse_a), (b, lse_b)))
-    shift = delta.gather(-1, ids)[:, 0].double()
-    ln_q = torch.where(torch.isfinite(ln_p) & torch.isfinite(ln_q), ln_p + shift, ln_q)
-    return found | dict(zip(LOGPROBS, (ln_p, ln_q), strict=True))
+    squared = (hellinger + alone / 2).clamp(0, 1)
+    return dict(zip(MEASURES, values, strict=True)) | {MORE[0]: squared.sqrt()} | rest
 
 
-def _gain(
-    p: torch.Tensor, q: torch.Tensor, delta: torch.Tensor, near: torch.Tensor
-) -> torch.Tensor:
-    """q − p; from δ where |δ| < 1, so that nothing cancels."""
-    return torch.where(near, p * torch.expm1(delta.clamp(-1, 1)), q - p)
-
-
-def _expm1_minus(x: torch.Tensor) -> torch.Tensor:
-    """e^x − 1 − x for |x| ≤ 0.1, by its series."""
-    series = torch.ones_like(x)
-    for k in (8, 7, 6, 5, 4, 3):
-        series = 1 + series * x / k
-    return series * x * x / 2
-
-
-def _js_near(h: torch.Tensor) -> torch.Tensor:
-    """JS per √(pq), with h = δ/2: h sinh h − cosh h ln cosh h, which does not cancel."""
-    s = torch.sinh(h)
-    return h * s - torch.cosh(h) * torch.log1p(s * s) / 2
-
-
-def _js_far(p: torch.Tensor, q: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    soft = torch.nn.functional.softplus
-    return (p * (math.log(2) - soft(delta)) + q * (math.log(2) - soft(-delta))) / 2
+def _law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and their logarithms in float64."""
+    x = logits.double()
+    x = x - x.amax(-1, True)
+    p = x.exp()
+    total = p.sum(-1, True)
+    return p.div_(total), x.sub_(total.log())

@@ -97,7 +97,7 @@ def divergences(
 ) -> Divergences:
     """KL both ways, JS, TV, Hellinger of softmax(logits / temperature) at each position.
 
-    In chunks of float32, or of float64 where a side is float64; formulas: `distances.distances`.
+    In small chunks in float64, whatever the dtype; formulas: `distances.distances`.
     Means over positions are per-token figures: a sequence of T tokens has TV up to T times that.
 
     Parameters

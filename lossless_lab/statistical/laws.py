@@ -12,7 +12,7 @@ import torch
 
 from .distances import distances
 
-_CHUNK = 1 << 18  # logits per chunk and side: a float32 temporary is 1 MiB
+_CHUNK = 1 << 17  # logits per chunk and side: a float64 temporary is 1 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
