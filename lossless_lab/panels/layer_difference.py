@@ -112,7 +112,7 @@ def _adapt(source: Layers, controls: Mapping) -> None:
 def _draw(figure: Figure, content: Content, state: dict) -> None:
     if not figure.axes:
         figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
-        figure.subplots_adjust(left=0.09, right=0.985, bottom=0.19, top=0.9, wspace=0.28)
+        figure.subplots_adjust(left=0.09, right=0.985, bottom=0.19, top=0.86, wspace=0.28)
     left, right = figure.axes
     drift = content.frames["drift"]
     plots.layer_drift(drift[drift["module"].isin(["residual", "logits"])], ax=left)

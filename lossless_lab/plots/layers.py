@@ -11,7 +11,13 @@ from .theme import COLOURS
 
 
 @chart("layer", "module", "relative_rms")
-def layer_drift(frame: pd.DataFrame, *, ax: Axes | None = None, label: str = "candidate") -> Axes:
+def layer_drift(
+    frame: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    label: str = "candidate",
+    linestyle: str = "-",
+) -> Axes:
     """Relative RMS difference of the residual stream after each block, and of the logits.
 
     Parameters
@@ -20,6 +26,7 @@ def layer_drift(frame: pd.DataFrame, *, ax: Axes | None = None, label: str = "ca
         `relative_rms` (ratio); `floor_relative_rms`, where present, is shaded as the noise floor.
     ax : axes to draw on; a second call with the same `label` moves the line it drew before.
     label : name of the series in the legend.
+    linestyle : of its line; dashes let a line be seen that lies on another.
 
     Returns
     -------
@@ -29,7 +36,7 @@ def layer_drift(frame: pd.DataFrame, *, ax: Axes | None = None, label: str = "ca
     logits = frame[frame["module"] == "logits"]
     look = {"color": COLOURS[label]} if label in COLOURS else {}
     x, y = residual["layer"], residual["relative_rms"]
-    drawn = logarithmic(ax, label, x, y, marker="o", label=label, **look)
+    drawn = logarithmic(ax, label, x, y, marker="o", linestyle=linestyle, label=label, **look)
     look = {"color": drawn.get_color(), "marker": "s", "markersize": 4.5, "linestyle": ""}
     x, y = logits["layer"], logits["relative_rms"]
     logarithmic(ax, f"{label} logits", x, y, label="_logits", **look)

@@ -26,12 +26,12 @@ def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     look = {"color": COLOURS["reference"], "linewidth": 1.4, "label": "eager"}
     line(ax, "eager", [eager, eager], [-0.6, len(frame) - 0.4], **look)
     ax.set_yticks(places, frame["stage"])
-    ax.set(xlabel="RMS error of the logits to float64", xlim=(0, 1.35 * max(eager, *width)))
+    ax.set(xlabel="RMS error to float64 (logits)", xlim=(0, 1.35 * max(eager, *width)))
     ax.tick_params(axis="y", length=0)
     for text in [t for t in ax.texts if t.get_gid() == "moved"]:
         text.remove()
     for y, x, moved in zip(places, width, frame["logit_rms"], strict=True):
-        said = " = eager, bit by bit" if moved == 0 else f" differs by up to {moved:.2g}"
+        said = " = eager, bit by bit" if moved == 0 else f" ≤ {moved:.2g} from eager"
         ax.text(max(x, eager), y, said, va="center", fontsize="x-small", gid="moved")
     legend(ax, loc="lower right", bbox_to_anchor=(1, 1))
     return ax
@@ -80,6 +80,7 @@ def error_triangle(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         middle = np.mean([corners[first], corners[second]], axis=0)
         look = {"ha": "center", "va": "center", "fontsize": "small"}
         ax.text(*middle, f"{length:.3g}", bbox={"fc": "white", "ec": "none", "pad": 1}, **look)
+    ax.set_title("RMS distances (logits)", fontsize="small")
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.25)
     ax.set_axis_off()

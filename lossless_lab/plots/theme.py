@@ -22,6 +22,7 @@ COLOURS = {
     "guide": "#7F7F7F",
     "reference to float64": "#0072B2",
     "candidate to float64": "#56B4E9",
+    "candidate to reference": "#E69F00",
     "float16": "#56B4E9",
     "bfloat16": "#D55E00",
     "static-cache": "#CC79A7",
