@@ -62,6 +62,16 @@ def test_the_floor_is_the_maximum_and_leaves_the_unchanged_run_out():
     assert floor.to_frame()["role"].tolist() == ["floor", "floor", "A/A"]
 
 
+def test_variants_that_share_their_maximum_are_distinct_all_the_same():
+    """In bfloat16 the largest of 19 twins is one of few values: the rate is still 1 in 20."""
+    rng = np.random.default_rng(0)
+    variants = {str(i): np.append(rng.random(5), 2.0) for i in range(19)}
+    again = {"copy": variants["0"].copy()}
+    for given in (variants, variants | again):
+        floor = noise_floor(given, top_logits=1.0, dtype="bfloat16")
+        assert floor.n_distinct == 19 and floor.rate == 1 / 20
+
+
 def test_a_floor_of_zero_falls_back_to_one_rounding_step():
     floor = noise_floor({"batch": [0.0]}, top_logits=2.5, dtype="bfloat16")
     assert floor.deterministic and floor.unit == 0.015625

@@ -37,6 +37,8 @@ class NoiseFloor(Result):
         Positions of the shortest variant; the candidate must be judged on as many.
     peaks : dict
         Name of each variant -> its largest centred difference at a single token; may be empty.
+    n_distinct : int
+        Variants whose differences are not all the same, position by position, as another's.
     """
 
     level: float
@@ -46,6 +48,7 @@ class NoiseFloor(Result):
     dtype: str
     n_positions: int
     peaks: dict[str, float] = field(default_factory=dict)
+    n_distinct: int
 
     @property
     def peak(self) -> float | None:
@@ -73,11 +76,6 @@ class NoiseFloor(Result):
     def unit(self) -> float:
         """max(level, 1 ULP): what differences are quoted against."""
         return max(self.level, self.ulp)
-
-    @property
-    def n_distinct(self) -> int:
-        """Variants that differ from each other; two of the same largest value count once."""
-        return len(set(self.variants.values()))
 
     @property
     def rate(self) -> float:
@@ -151,6 +149,7 @@ def noise_floor(
         ulp=largest(ulp_of(_finite("top_logits", np.atleast_1d(top_logits)), dtype)),
         dtype=str(_dtype(dtype)).removeprefix("torch."),
         n_positions=min(len(rms) for rms in named.values()),
+        n_distinct=len({rms.tobytes() for rms in named.values()}),
     )
 
 
