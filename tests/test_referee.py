@@ -190,10 +190,50 @@ def test_compiled_code_is_undone():
         layer.mlp.forward = torch.compile(layer.mlp.forward, backend=forbidden)
     method.compile(backend=forbidden)
     whole = torch.compile(build_t0(), backend=forbidden)
-    for compiled in (parts, method, whole):
+    nested = build_t0()
+    nested.model.layers[0] = torch.compile(nested.model.layers[0], backend=forbidden)
+    nested.model.layers[1].mlp = torch.compile(nested.model.layers[1].mlp, backend=forbidden)
+    for compiled in (parts, method, whole, nested):
         assert torch.equal(plain(referee(compiled)), plain(referee(build_t0())))
     with pytest.raises(Exception, match="compiled code ran inside"):
         plain(parts)
+
+
+def test_patched_code_is_no_truth():
+    """A copy of the network would run the original's weights, in float32."""
+    for compiled in (False, True):
+        network = build_t0()
+        mlp = network.model.layers[1].mlp
+        run = mlp.forward
+        mlp.forward = lambda x, run=run: 1.01 * run(x)
+        if compiled:
+            mlp.forward = torch.compile(mlp.forward, backend=forbidden)
+        with pytest.raises(ValueError, match=r"`model.layers.1.mlp` carries a method of its own"):
+            referee(network)
+
+
+def test_a_half_read_referee_answers_other_questions(monkeypatch):
+    monkeypatch.setattr("lossless_lab.numerical.float64._CHUNK", 97 * 4)
+    exact, other = referee(build_t0()), torch.tensor([PROMPT_L[::-1]])
+    alone, reverse = plain(exact), plain(exact, other)
+    one, two = exact_logits(exact, IDS[0]), exact_logits(exact, other[0])
+    for (start, x), (_, y) in zip(one, two, strict=True):
+        assert torch.equal(plain(exact, other), reverse) and "forward" not in vars(exact.model)
+        assert torch.allclose(x, alone[start : start + 4], rtol=0, atol=1e-13)
+        assert torch.allclose(y, reverse[start : start + 4], rtol=0, atol=1e-13)
+
+
+def test_a_double_mixture_of_experts_can_be_looked_into():
+    network = build("Mixtral").double()
+    before = network.config._experts_implementation
+    assert not narrow_operations(network, IDS).empty  # its norms cast
+    assert network.config._experts_implementation == before
+
+
+def test_a_row_of_pads_alone_is_named():
+    mask = torch.tensor([[1] * 9, [0] * 9])
+    with pytest.raises(ValueError, match="must keep a token in each row; row 1 has none"):
+        against_referee(build_t0(), build_t0(), IDS.repeat(2, 1), attention_mask=mask)
 
 
 def test_quantised_weights_are_no_truth():

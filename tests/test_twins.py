@@ -1,6 +1,7 @@
 """Twins are the same function in fp64 and bitwise where rescaled; wrong ones are caught."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,50 @@ def test_what_is_not_known_is_refused(make):
         make(network, seed=0)
 
 
+class Int8(torch.nn.Module):
+    """A Linear whose weight lies in a buffer, as quantised ones keep it."""
+
+    def __init__(self, linear, dtype):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1) / 127)
+        self.register_buffer("q", (weight / self.scale[:, None]).round().to(dtype))
+
+    def forward(self, x):
+        return x @ (self.q.to(x.dtype) * self.scale[:, None]).T
+
+
+@pytest.mark.parametrize("make", [twin, rescaled_twin])
+def test_weights_outside_the_parameters_and_patches_are_refused(make):
+    def put(part):
+        network = build_t0()
+        mlp = network.model.layers[1].mlp
+        mlp.down_proj = part(mlp.down_proj)
+        return network
+
+    with pytest.raises(ValueError, match=r"`model.layers.1.mlp.down_proj.q` is Tensor of torch.i"):
+        make(put(lambda linear: Int8(linear, torch.int8)), seed=0)
+    with pytest.raises(ValueError, match=r"`model.layers.1.mlp.down_proj` has a buffer `q`"):
+        make(put(lambda linear: Int8(linear, torch.float32)), seed=0)
+    dynamic = torch.ao.quantization.quantize_dynamic(build_t0(), {torch.nn.Linear})
+    with pytest.raises(ValueError, match=r"q_proj.* pass the dequantised network"):
+        make(dynamic, seed=0)
+    for patch in (lambda run: lambda x: 1.01 * run(x), lambda run: partial(run)):
+        network = build_t0()
+        mlp = network.model.layers[1].mlp
+        mlp.forward = patch(mlp.forward)
+        with pytest.raises(ValueError, match=r"`model.layers.1.mlp` carries a (method|forward)"):
+            make(network, seed=0)
+
+
+def test_nested_compiled_modules_are_unwrapped():
+    network = build_t0()
+    network.model.layers[0] = torch.compile(network.model.layers[0])
+    network.model.layers[1].mlp = torch.compile(network.model.layers[1].mlp)
+    assert not changed(twin(network, seed=1), twin(build_t0(), seed=1))
+    assert distance_in_float64(build_t0(), twin(network, seed=1), IDS) <= 1e-12
+
+
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match="`kinds` must be among hidden, mlp, kv_groups; got heads"):
         twin(build_t0(), seed=0, kinds=["heads"])
@@ -252,4 +297,6 @@ def test_twins_on_smollm2_in_bfloat16(smollm2):
     found = quantiles(models.load("smollm2", dtype=torch.bfloat16), seq_len=64, n_twins=4)
     for name in ("eager", "cached", "split sums"):
         assert np.allclose(found["twins"], found[name], rtol=0.3), name
-    assert distance_in_float64(smollm2, twin(smollm2, seed=0), torch.arange(100, 132)[None]) <= 1e-11
+    assert (
+        distance_in_float64(smollm2, twin(smollm2, seed=0), torch.arange(100, 132)[None]) <= 1e-11
+    )

@@ -6,7 +6,9 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .capture import forward, model_inputs
+from .capture import Inputs, forward, model_inputs
+from .parts import patched
 
 _CHUNK = 1 << 20  # logits per chunk in float64: 8 MiB
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.to)
@@ -99,7 +102,8 @@ def referee(model: Any) -> nn.Module:
     Raises
     ------
     ValueError
-        When weights are stored in a quantised format: pass the dequantised network.
+        When weights are stored in a quantised format (pass the dequantised network), or a module
+        is patched.
 
     Notes
     -----
@@ -132,21 +136,44 @@ def plain_copy(model: Any) -> nn.Module:
     Raises
     ------
     ValueError
-        When a weight is stored in a quantised format; names it.
+        When a weight is stored in a quantised format, be it a parameter, a buffer or packed, or a
+        module's method was replaced on the object: a copy would run the original's; names it.
     """
-    network = getattr(model, "network", model)
-    network = copy.deepcopy(getattr(network, "_orig_mod", network)).eval()
+    network = copy.deepcopy(_eager(getattr(model, "network", model))).eval()
+    for module in [*network.modules()]:
+        module._modules.update({name: _eager(child) for name, child in module._modules.items()})
     for module in network.modules():
         module._compiled_call_impl = None
-        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+        compiled = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__func__", None) is type(module).forward:
             del module.forward
-    for name, weight in network.named_parameters():
-        if type(weight.data) is not torch.Tensor or not weight.is_floating_point():
+    if name := patched(network):
+        raise ValueError(
+            f"`model` must run the code of its classes; `{name}` carries a method of its own "
+            "(patched): a copy would run the original's"
+        )
+    for name, weight in _stored(network):
+        if type(weight) is not torch.Tensor or not weight.is_floating_point():
             raise ValueError(
-                f"`model` must hold plain floating weights; `{name}` is "
-                f"{type(weight.data).__name__} of {weight.dtype}: pass the dequantised network"
+                f"`model` must hold plain floating weights; `{name}` is {type(weight).__name__} "
+                f"of {getattr(weight, 'dtype', 'packed weights')}: pass the dequantised network"
             )
     return network
+
+
+def _eager(module: nn.Module | None) -> nn.Module | None:
+    """What the module was compiled from; itself where it was not."""
+    while hasattr(module, "_orig_mod"):
+        module = module._orig_mod
+    return module
+
+
+def _stored(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters, buffers that could be matrices of weights, and what is packed in no tensor."""
+    yield from ((name, weight.data) for name, weight in network.named_parameters())
+    tables = (torch.bool, torch.int64)  # masks and ids
+    yield from ((n, x) for n, x in network.named_buffers() if x.ndim > 1 and x.dtype not in tables)
+    yield from ((n, x) for n, x in network.state_dict().items() if not isinstance(x, torch.Tensor))
 
 
 def narrow_operations(
@@ -162,16 +189,46 @@ def narrow_operations(
     """
     found: Counter = Counter()
     network = getattr(network, "network", network)
-    with _Narrow(found):
+    with _any_experts(network), _Narrow(found):
         forward(network, model_inputs(input_ids, attention_mask))
     rows = [(*key, n) for key, n in found.most_common()]
     return pd.DataFrame(rows, columns=["operation", "dtypes", "n_calls"])
 
 
+@contextmanager
+def _any_experts(network: nn.Module) -> Iterator[None]:
+    """Eager experts for the while where weights are float64, which grouped kernels do not know."""
+    wide = next(network.parameters()).dtype == torch.float64
+    settable = wide and getattr(network, "_can_set_experts_implementation", bool)()
+    before = network.config._experts_implementation if settable else None
+    if settable:
+        network.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        if settable:
+            network.set_experts_implementation(before)
+
+
+def kept_tokens(inputs: Inputs) -> torch.Tensor:
+    """[batch_size, seq_len], True where a token counts.
+
+    Raises
+    ------
+    ValueError
+        For a row without any; names it.
+    """
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    for row in (~mask.any(-1)).nonzero().flatten().tolist():
+        raise ValueError(f"`attention_mask` must keep a token in each row; row {row} has none")
+    return mask
+
+
 def exact_logits(network: nn.Module, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """(first position, fp64 logits of a few positions) of a referee; ids [n] without pads.
 
-    The body runs once and the head by pieces, so nothing of tokens × vocabulary is held.
+    The body runs once and the head by pieces, so nothing of tokens × vocabulary is held. Between
+    two pieces the network is as it was, and may be asked for something else.
     """
     inputs = model_inputs(ids[None], None)
     body, taken = network.base_model, inspect.signature(network.forward).parameters
@@ -180,13 +237,15 @@ def exact_logits(network: nn.Module, ids: torch.Tensor) -> Iterator[tuple[int, t
         yield 0, forward(network, inputs)[0]
         return
     kept: list[Any] = []
-    handle = body.register_forward_hook(lambda module, args, output: kept.append(output))
-    try:
-        for start in range(0, len(ids), rows):
-            piece = torch.arange(start, min(start + rows, len(ids)))
+    run = body.forward
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not kept:
+            kept.append(run(*args, **kwargs))
+        return kept[0]
+
+    for start in range(0, len(ids), rows):
+        piece = torch.arange(start, min(start + rows, len(ids)))
+        with patch.object(body, "forward", once):
             logits = forward(network, inputs | {"logits_to_keep": piece})[0]
-            body.forward = lambda *args, **kwargs: kept[0]
-            yield start, logits
-    finally:
-        handle.remove()
-        vars(body).pop("forward", None)
+        yield start, logits

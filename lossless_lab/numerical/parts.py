@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
+from types import FunctionType
 
 from torch import nn
 
@@ -114,6 +115,22 @@ def compiled_parts(network: nn.Module) -> list[str]:
         or module.__dict__.get("_compiled_call_impl") is not None
         or name.endswith("_orig_mod")
     ]
+
+
+def patched(network: nn.Module) -> str:
+    """The first module with a plain function in place of one of its methods; "" for none.
+
+    deepcopy hands such a function over as it is: it goes on running the original.
+    """
+    return next(
+        (
+            name or type(module).__name__
+            for name, module in network.named_modules()
+            for own, value in vars(module).items()
+            if isinstance(value, FunctionType) and hasattr(type(module), own)
+        ),
+        "",
+    )
 
 
 def _kind(name: str, module: nn.Module) -> str:

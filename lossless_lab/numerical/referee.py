@@ -13,7 +13,7 @@ from torch import nn
 
 from ..results import Result
 from .capture import forward, model_inputs
-from .float64 import Float64, exact_logits, narrow_operations, referee
+from .float64 import Float64, exact_logits, kept_tokens, narrow_operations, referee
 from .noise import centred_rms
 
 __all__ = ["Refereed", "against_referee", "narrow_operations", "referee"]
@@ -107,7 +107,8 @@ def against_referee(
     Raises
     ------
     ValueError
-        When `truth` is missing and `reference` is no module, or logits have other shapes.
+        When `truth` is missing and `reference` is no module, logits have other shapes, or a row
+        has no token.
     """
     truth = reference if truth is None else truth
     truth = getattr(truth, "network", truth)
@@ -117,8 +118,8 @@ def against_referee(
         )
     network = truth if isinstance(truth, Float64) else referee(truth)
     inputs = model_inputs(input_ids, attention_mask)
+    mask = kept_tokens(inputs)
     sides = [_logits(side, inputs) for side in (reference, candidate)]
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     rows = []
     for row, (ids, kept) in enumerate(zip(inputs["input_ids"], mask, strict=True)):
         given = [side[row][kept.to(side.device)] for side in sides]

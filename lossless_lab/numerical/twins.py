@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .capture import model_inputs
-from .float64 import exact_logits, plain_copy, referee
+from .float64 import exact_logits, kept_tokens, plain_copy, referee
 
 KINDS = ("hidden", "mlp", "kv_groups")
 
@@ -70,7 +70,8 @@ def twin(model: Any, *, seed: int, kinds: Collection[str] = KINDS) -> nn.Module:
     Raises
     ------
     ValueError
-        For a weight that no rule covers, or of another size: the architecture is not known.
+        For a weight that no rule covers, of another size or outside the parameters (quantised,
+        pruned), and for a patched module: the function is not known.
         Known are Llama, Mistral, Qwen2, Qwen3, Gemma to Gemma 3, Phi3, OLMo2, Mixtral, Qwen2-MoE,
         GPT-2, GPT-NeoX, OPT and what names its weights as they do; check others by
         `distance_in_float64`.
@@ -170,10 +171,9 @@ def distance_in_float64(
     """
     exact = [referee(side) for side in (model, twin)]
     inputs = model_inputs(input_ids, attention_mask)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     largest = [
         (x - y).abs().max()
-        for ids, kept in zip(inputs["input_ids"], mask, strict=True)
+        for ids, kept in zip(inputs["input_ids"], kept_tokens(inputs), strict=True)
         for (_, x), (_, y) in zip(*(exact_logits(side, ids[kept]) for side in exact), strict=True)
     ]
     return float(torch.stack(largest).max())
@@ -194,6 +194,15 @@ def _rewritten(network: nn.Module, change: Change) -> nn.Module:
         **dict.fromkeys("qo", n_heads * head_dim),
         **dict.fromkeys("kv", n_kv_heads * head_dim),
     }
+    for name, module in network.named_modules():
+        tables = [n for n, x in module.named_buffers(recurse=False) if x.ndim > 1]
+        if "forward" in vars(module):
+            raise ValueError(f"`model` must not be patched; `{name}` carries a forward of its own")
+        if tables and module.get_buffer(tables[0]).dtype != torch.bool:
+            raise ValueError(
+                f"`model` must keep its weights in parameters; `{name}` has a buffer "
+                f"`{tables[0]}`: no twin of what it is part of"
+            )
     for name, weight in network.named_parameters():  # tied ones come once
         for axis, owner, layout in _axes(network, name, head_dim):
             data, roles = weight.data.movedim(axis, 0), layout.replace(",", "|").split("|")
