@@ -68,6 +68,15 @@ def test_an_unknown_stage_lists_the_known_ones():
         compilation.stage("optimise")
 
 
+def test_a_patched_network_is_refused_by_name():
+    """Its copies would run the original's weights, and nothing of them would be compiled."""
+    network = build_t0()
+    run = network.model.layers[1].mlp.forward
+    network.model.layers[1].mlp.forward = lambda x: run(x)
+    with pytest.raises(ValueError, match=r"`model.layers.1.mlp` carries a (forward|method)"):
+        compile_drift(network, IDS, stages=("capture",))
+
+
 @pytest.mark.slow
 def test_casts_left_out_b13(half):
     """B13: Inductor drops a cast that eager code makes, and keeps it when told to."""
@@ -139,6 +148,22 @@ def test_the_panel_says_what_the_function_says_and_follows_the_layer(inspection)
     assert len(pictures) == 3 and "nearer the truth" in panel.text
     panel.controls["layer"].value = 4  # only the last norm and the logits are there
     assert panel.state["module"] in ("norm final", "logits") and panel.error is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": {"a": [1, 2], "b": [1]}}, "`rows` must be prompts of one length.*'b': 1"),
+        ({"rows": {}}, "`rows` must be prompts of one length, at least one; got {}"),
+        ({"rows": {"a": []}}, "`rows` must be prompts of one length"),
+        ({"n_twins": 0}, "`n_twins` must be at least 1; got 0"),
+        ({"candidates": {"": None}}, '`candidates` must have names; got ""'),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused(half, changes, message):
+    given = {"candidates": {"a": half}, "rows": {"a": [1, 2]}} | changes
+    with pytest.raises(ValueError, match=message):
+        Inspection(half, **given)
 
 
 def test_a_panel_without_candidates_is_refused(half):

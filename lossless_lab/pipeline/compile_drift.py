@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lossless_lab.numerical.capture import forward, model_inputs
 from lossless_lab.numerical.noise import centred_rms
 from lossless_lab.numerical.referee import against_referee, referee
 from lossless_lab.optimizations import Optimization, compilation
+from lossless_lab.optimizations.entry import copied
 from lossless_lab.results import Result
 
 MAIN_STAGES = tuple(compilation.STAGES)[:5]
@@ -79,6 +79,8 @@ def compile_drift(
     ------
     KeyError
         For an unknown stage.
+    ValueError
+        For a network that is patched or compiled already.
     """
     network = getattr(model, "network", model)
     inputs = model_inputs(input_ids, None)
@@ -116,7 +118,7 @@ def _errors(frame: pd.DataFrame) -> dict[str, float]:
 
 def _compiled(network: Any, entry: Optimization, inputs: dict) -> tuple[Any, dict[str, Any]]:
     """The compiled copy, and what compiling it took."""
-    candidate, _ = entry.transform(copy.deepcopy(network))
+    candidate, _ = entry.transform(copied(network))
     shorter = {name: x[:, :-1] for name, x in inputs.items()}
     with compilation.counted() as counters:
         began = time.perf_counter()

@@ -29,6 +29,11 @@ class Inspection:
     candidates : name -> network or result of `load`.
     rows : prompt id -> token ids, all of one length.
     n_twins : equivalent twins of the reference whose drift is the noise band of every layer.
+
+    Raises
+    ------
+    ValueError
+        For a candidate without a name, rows of unequal length or none, or no twins.
     """
 
     def __init__(
@@ -39,6 +44,13 @@ class Inspection:
         *,
         n_twins: int = 4,
     ) -> None:
+        lengths = {name: len(ids) for name, ids in rows.items()}
+        if not lengths or len(set(lengths.values())) > 1 or not min(lengths.values()):
+            raise ValueError(f"`rows` must be prompts of one length, at least one; got {lengths}")
+        if n_twins < 1:
+            raise ValueError(f"`n_twins` must be at least 1; got {n_twins}")
+        if "" in candidates:
+            raise ValueError('`candidates` must have names; got ""')
         self.reference = getattr(reference, "network", reference)
         self.candidates = {n: getattr(m, "network", m) for n, m in candidates.items()}
         self.rows = {name: torch.tensor([list(ids)]) for name, ids in rows.items()}
