@@ -54,6 +54,14 @@ def test_a_window_off_by_one_or_two_is_caught_and_only_past_it(kind, name, dose)
     assert short["max_abs_difference"].max() < 1e-4, "right for short texts, and so the warning"
 
 
+def test_windows_of_gpt_neo_s_local_layers():
+    from transformers import GPTNeoConfig
+
+    for kinds, widths in ((["global", "local"], (4,)), (["global", "global"], ())):
+        config = GPTNeoConfig(num_layers=2, attention_types=[[kinds, 1]], window_size=4)
+        assert sliding_windows(config) == widths
+
+
 def test_no_window_and_short_prompts_are_named(t0):
     engine = TransformersEngine(t0)
     with pytest.warns(WindowNotExercised, match="has no window"):

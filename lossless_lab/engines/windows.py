@@ -31,6 +31,8 @@ def sliding_windows(config: Any) -> tuple[int, ...]:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     found = {getattr(config, names[kind], None) for kind in set(kinds) & set(names)}
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo
+        found.add(config.window_size)
     return tuple(sorted(width for width in found if width))
 
 
