@@ -109,7 +109,8 @@ def distance_summary(frame: pd.DataFrame, *, confidence: float = 0.95) -> Distan
     fewer than 30 documents have a token above it, or below; an extreme has none. Errors of
     perplexities by the delta method. NaN and inf are never left out: a mean over one is one.
 
-    Source: the statistics of llama.cpp, tools/perplexity.
+    Source: the statistics of llama.cpp, tools/perplexity. Its own figures also leave out tokens
+    below e^-16 and the first half of each window, and round the reference to 16 bits.
 
     Examples
     --------
