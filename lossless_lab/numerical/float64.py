@@ -170,8 +170,8 @@ def _eager(module: nn.Module | None) -> nn.Module | None:
 
 def _stored(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters, buffers that could be matrices of weights, and what is packed in no tensor."""
-    yield from ((name, weight.data) for name, weight in network.named_parameters())
     tables = (torch.bool, torch.int64)  # masks and ids
+    yield from ((n, x.data) for n, x in network.named_parameters())
     yield from ((n, x) for n, x in network.named_buffers() if x.ndim > 1 and x.dtype not in tables)
     yield from ((n, x) for n, x in network.state_dict().items() if not isinstance(x, torch.Tensor))
 
@@ -219,16 +219,18 @@ def kept_tokens(inputs: Inputs) -> torch.Tensor:
         For a row without any; names it.
     """
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    for row in (~mask.any(-1)).nonzero().flatten().tolist():
-        raise ValueError(f"`attention_mask` must keep a token in each row; row {row} has none")
+    if len(empty := (~mask.any(-1)).nonzero()):
+        raise ValueError(
+            f"`attention_mask` must keep a token in each row; row {empty[0, 0]} has none"
+        )
     return mask
 
 
 def exact_logits(network: nn.Module, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """(first position, fp64 logits of a few positions) of a referee; ids [n] without pads.
 
-    The body runs once and the head by pieces, so nothing of tokens × vocabulary is held. Between
-    two pieces the network is as it was, and may be asked for something else.
+    The body runs once and the head by pieces, so nothing of tokens × vocabulary is held.
+    Between two pieces the network is as it was.
     """
     inputs = model_inputs(ids[None], None)
     body, taken = network.base_model, inspect.signature(network.forward).parameters
