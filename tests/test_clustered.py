@@ -12,7 +12,9 @@ import statsmodels.api as sm
 
 from benchmarks import coverage
 from lossless_lab.stats.intervals import (
+    bounded_mean_interval,
     cluster_mean_interval,
+    mean_limits,
     mean_upper_bound,
     token_mean_interval,
 )
@@ -124,3 +126,14 @@ def test_the_committed_table_is_of_this_code_and_every_claim_holds():
         level = coverage.CASES[case][1]
         assert rows[case, 128] >= min(level, 0.93) - 0.01 and rows[case, 150] >= 0.92
     assert rows["iid"].max() < 0.5 and rows["iid of KL"].max() < 0.6
+
+
+@pytest.mark.parametrize("n", [10, 29, 30, 127, 128, 200])
+def test_mean_limits_uses_what_holds_at_this_n(n):
+    x = np.random.default_rng(n).beta(1, 60, n)
+    low, high = mean_limits(x)
+    betting = bounded_mean_interval(x)
+    t = scipy.stats.t.ppf(0.95, n - 1) * x.std(ddof=1) / np.sqrt(n)
+    assert low == pytest.approx(betting.low if n < 30 else max(x.mean() - t, 0))
+    assert high == pytest.approx(betting.high if n < 128 else mean_upper_bound(x))
+    assert 0 <= low < x.mean() < high <= 1

@@ -593,7 +593,7 @@ def test_a_sampler_is_judged_by_its_tokens_not_by_its_logits(tiny_target):
     other = TransformersEngine(copy.deepcopy(network), batch_size=2)
     honest = ask(network, other, prompts, SAMPLED, n_variants=0, under_test=["batch_size"])
     assert words(honest)["2"] == "INCONCLUSIVE"
-    assert "laws of the logits agree; the sampler was tried on 240" in honest["2"].not_shown
+    assert "the sampler was tried on 240" in honest["2"].not_shown
     assert "which bounds nothing" in honest.sentence
     assert "near tie" not in honest.sentence + broken.sentence
 

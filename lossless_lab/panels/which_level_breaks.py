@@ -18,11 +18,7 @@ from scipy import stats
 
 from lossless_lab import plots
 from lossless_lab.statistical.divergences import distribution, from_probs, total_variation
-from lossless_lab.stats.intervals import (
-    MIN_CLUSTERS,
-    bounded_mean_interval,
-    cluster_mean_interval,
-)
+from lossless_lab.stats.intervals import mean_limits
 
 from .base import Content, Panel
 
@@ -167,8 +163,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def _law(tv: np.ndarray, law: np.ndarray, output: np.ndarray) -> tuple[str, str]:
     """The word of `check`: by the mean TV over prompts and its limits, the worst beside it."""
     worst, margin = float(tv.max()), MARGINS["2"]
-    few = len(tv) < MIN_CLUSTERS
-    low, high = bounded_mean_interval(tv) if few else cluster_mean_interval(tv, confidence=0.9)
+    low, high = mean_limits(tv)
     word = "EQUIVALENT" if high <= margin else "DIFFERENT" if low > margin else "INCONCLUSIVE"
     word = "PROVEN" if worst <= 1e-9 else word
     unreachable = int(((output <= 0) & (law > 0)).any(axis=1).sum())

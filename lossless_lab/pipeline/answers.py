@@ -11,9 +11,8 @@ from lossless_lab.numerical.noise import NoiseFloor
 from lossless_lab.numerical.tokens import TokenComparison
 from lossless_lab.statistical.goodness_of_fit import SamplerFit
 from lossless_lab.stats.intervals import (
-    MIN_CLUSTERS,
-    bounded_mean_interval,
-    cluster_mean_interval,
+    BOUND_CLUSTERS,
+    mean_limits,
     n_for_share,
     perfect_bound,
     share_interval,
@@ -149,9 +148,9 @@ def distribution(
 ) -> Answer:
     """2: does the mean total variation of the next-token laws stay within `margin`?
 
-    The laws are exact at each position, so only prompts are sampled: they are the units. From
-    MIN_CLUSTERS prompts on a t interval over prompt means decides; below, a bound that assumes
-    nothing, which can show a difference but needs about 3/margin prompts to exclude one. Under
+    The laws are exact at each position, so only prompts are sampled: they are the units, and
+    `mean_limits` decides over their means. Below BOUND_CLUSTERS prompts its upper limit assumes
+    nothing, and needs about 3/margin prompts to exclude a difference. Under
     sampling the laws of the logits are one half only: what the sampler makes of them is tried by a
     test, which can show a difference and never its absence.
 
@@ -175,8 +174,7 @@ def distribution(
         return Answer(word="PROVEN", not_shown="contexts not tried", **numbers)
     if not np.isfinite(mean):
         return Answer(word="DIFFERENT", **numbers)
-    few = n < MIN_CLUSTERS
-    low, high = bounded_mean_interval(by_prompt) if few else _one_sided_pair(by_prompt)
+    low, high = mean_limits(by_prompt.to_numpy())
     longest = int(positions["position"].max()) + 1
     worst, added = float(distances.max()), min(1.0, longest * mean)
     hidden = [
@@ -190,7 +188,7 @@ def distribution(
         hidden.append(f"changes confined to fewer than {perfect_bound(n):.2g} of all prompts")
     else:
         word = "INCONCLUSIVE"
-        more = f"; from {MIN_CLUSTERS} on an interval over prompts can" if few else ""
+        more = f"; from {BOUND_CLUSTERS} on a narrower bound can" if n < BOUND_CLUSTERS else ""
         hidden.append(f"{n} prompts are too few to decide{more}")
     if sampled is not None and word != "DIFFERENT":
         agree = "laws of the logits agree; " if word == "EQUIVALENT" else ""
@@ -199,12 +197,6 @@ def distribution(
     hidden.append(f"contexts longer than {longest} new tokens")
     shown = hidden[:1] if word == "DIFFERENT" else hidden
     return Answer(word=word, confidence_interval=(low, high), not_shown="; ".join(shown), **numbers)
-
-
-def _one_sided_pair(by_prompt: pd.Series) -> tuple[float, float]:
-    """Lower and upper limits, each one-sided at 95 %: a 90 % two-sided interval."""
-    low, high = cluster_mean_interval(by_prompt, confidence=0.90)
-    return max(low, 0.0), min(high, 1.0)
 
 
 def task_quality() -> Answer:

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import optimize, stats
 
 MIN_CLUSTERS = 30
+BOUND_CLUSTERS = 128  # from here on `mean_upper_bound` covers as stated (calibration/coverage.csv)
 
 
 class Interval(NamedTuple):
@@ -173,6 +174,31 @@ def mean_upper_bound(cluster_means: Sequence[float], *, confidence: float = 0.95
         return plain
     low = -stats.t.isf(1 - confidence, n - 1) / math.sqrt(n) - skew / (6 * n)
     return float(x.mean() - 3 / skew * (np.cbrt(1 + skew * low) - 1) * x.std(ddof=1))
+
+
+def mean_limits(cluster_means: Sequence[float]) -> Interval:
+    """Limits of a mean in [0, 1] over clusters, each one-sided at 95 %, by what holds at this n.
+
+    The lower one is Student's t from MIN_CLUSTERS on (cautious where the tail is on the right, as
+    that of distances is), the upper one `mean_upper_bound` from BOUND_CLUSTERS on, since below that
+    its simulated coverage falls short; else the betting bound, which always holds and is wide.
+
+    Examples
+    --------
+    >>> [round(x, 3) for x in mean_limits([0.0, 0.1] * 64)]
+    [0.043, 0.057]
+    """
+    n = len(cluster_means)
+    cautious = bounded_mean_interval(cluster_means) if n < BOUND_CLUSTERS else None
+    low = high = None
+    if n >= MIN_CLUSTERS:
+        low = cluster_mean_interval(cluster_means, alternative="greater").low
+    if n >= BOUND_CLUSTERS:
+        high = mean_upper_bound(cluster_means)
+    return Interval(
+        max(cautious.low if low is None else low, 0.0),
+        min(cautious.high if high is None else high, 1.0),
+    )
 
 
 def bounded_mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
