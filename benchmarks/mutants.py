@@ -21,7 +21,15 @@ from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.padding import pad
 from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
-from lossless_lab.mutants import MUTANTS, Mutant, NotApplicable, masks, mutant, numerical
+from lossless_lab.mutants import (
+    MUTANTS,
+    Mutant,
+    NotApplicable,
+    masks,
+    mutant,
+    numerical,
+    positions,
+)
 from lossless_lab.numerical.capture import capture, decoder_layers
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor, centred_rms, noise_floor, ulp_of
@@ -199,12 +207,18 @@ def sweep(given: Mutant, on: Subject) -> dict[str, object]:
 
     def detected(dose: float) -> bool:
         if dose not in multiples:
-            multiples[dose] = on.detects(given.apply(on.network, dose=dose))[1]
+            try:
+                multiples[dose] = on.detects(given.apply(on.network, dose=dose))[1]
+            except NotApplicable:  # an eps swapped for itself
+                multiples[dose] = 0.0
         return not multiples[dose] <= 1
 
     def located(dose: float) -> bool:
         middle = (len(decoder_layers(on.network)) + 1) // 2
-        return on.first_noisy_layer(given.apply(on.network, dose=dose)) == middle
+        try:
+            return on.first_noisy_layer(given.apply(on.network, dose=dose)) == middle
+        except NotApplicable:
+            return False
 
     row["smallest_detected"] = smallest(given.doses, detected)
     if given.kind == "layer-local":
@@ -230,6 +244,7 @@ def code() -> str:
         masks,
         mutant,
         numerical,
+        positions,
         centred_rms,
         ulp_of,
         noise_floor,

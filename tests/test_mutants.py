@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
+from architectures import ARCHITECTURES, build
 from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 from scipy import stats
 
@@ -219,6 +221,92 @@ def test_what_is_missing_is_named():
     for name, network in (("window-wide", build_t0()), ("rope-base", build_g0())):
         with pytest.raises(NotApplicable, match="`network` has no"):
             MUTANTS[name].apply(network, dose=1)
+    with pytest.raises(NotApplicable, match="norms whose eps is 1e-06 already"):
+        MUTANTS["eps-swapped"].apply(build_t0(), dose=1e-6)
+    stored = build_t0()
+    for block in decoder_layers(stored):
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.variance_epsilon = float(np.float32(1e-5))  # as files that keep float32 give it
+    with pytest.raises(NotApplicable, match="already"):
+        MUTANTS["eps-swapped"].apply(stored, dose=1e-5)
+    idle = dataclasses.replace(MUTANTS["leak"], edit=lambda network, dose: 0)
+    with pytest.raises(NotApplicable, match="no part that leak could break"):
+        idle.apply(build_t0(), dose=1)
+
+
+def test_windows_move_by_whole_keys_and_keep_one():
+    network = calibration.build_window()
+    with pytest.raises(ValueError, match="`dose` must be whole keys"):
+        MUTANTS["window-wide"].apply(network, dose=0.5)
+    assert MUTANTS["window-narrow"].apply(network, dose=7).config.sliding_window == 1
+    with pytest.raises(NotApplicable, match="no window to lose 8 keys: it has 8"):
+        MUTANTS["window-narrow"].apply(network, dose=8)
+
+
+def test_a_patched_or_compiled_network_is_refused_by_name():
+    """Its copy would go on running the original's weights."""
+    patched, compiled = build_t0(), build_t0()
+    run = patched.model.layers[1].mlp.forward
+    patched.model.layers[1].mlp.forward = lambda x: run(x)
+    compiled.model.layers[1] = torch.compile(compiled.model.layers[1])
+    for network in (patched, compiled):
+        with pytest.raises(ValueError, match=r"`model.layers.1.* carries a forward of its own"):
+            MUTANTS["damaged-weights"].apply(network, dose=0.5, layer=2)
+
+
+NO_KEYS = {"hidden-key", "visible-pad", "leak", "stale-cache", "positions", "rope-base"}
+LACKING = {
+    **{name: set() for name in (*ARCHITECTURES, "Mamba", "AlibiFalcon")},
+    "GPT2": {"rope-base", "eps-swapped"},
+    "GPTNeoX": {"eps-swapped"},
+    "Falcon": {"attention-scale", "eps-swapped"},
+    "AlibiFalcon": {"attention-scale", "eps-swapped", "positions", "rope-base"},
+    "Bloom": {"attention-scale", "eps-swapped", "positions", "rope-base"},
+    "OPT": {"rope-base", "eps-swapped", "overflow"},
+    "Phi3": {"eps-swapped"},
+    "Olmo2": {"eps-swapped"},
+    "Mixtral": {"eps-swapped"},
+    "Mamba": NO_KEYS | {"attention-scale", "eps-swapped", "overflow"},
+}
+WINDOWED = {"Mistral", "Gemma2", "Gemma3"}
+
+
+def built(architecture):
+    if architecture == "Mamba":
+        sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97, "state_size": 8}
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()
+    if architecture == "AlibiFalcon":
+        config = build("Falcon").config
+        config.alibi = True
+        return transformers.FalconForCausalLM(config).eval()
+    return build(architecture)
+
+
+@torch.no_grad()
+def answers(network):
+    """Logits of real tokens: a batch with pads, one more token by the cache, and all again."""
+    found = []
+    for _ in range(2):
+        out = network(RAGGED[:, :-1], attention_mask=MASK[:, :-1], use_cache=True)
+        cache = {"cache": out["cache"]}
+        more = network(RAGGED[:, -1:], attention_mask=MASK, use_cache=True, **cache)
+        found += [out.logits[MASK[:, :-1].bool()], more.logits.flatten(0, 1)]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("architecture", LACKING)
+def test_on_any_architecture_a_mutant_changes_the_logits_or_is_not_applicable(architecture):
+    network = built(architecture)
+    own, lacking = answers(network), set()
+    for name, mutant in MUTANTS.items():
+        try:
+            broken = mutant.apply(network, dose=mutant.natural)
+        except NotApplicable:
+            lacking.add(name)
+        else:
+            assert not torch.equal(answers(broken), own), name
+    windows = set() if architecture in WINDOWED else {"window-wide", "window-narrow"}
+    assert lacking == LACKING[architecture] | windows
 
 
 # Told apart from rounding noise.
@@ -261,16 +349,13 @@ def test_at_its_natural_dose_every_mutant_passes_the_noise(measured, name, dtype
     found = {m: applied(m, on) for m in MUTANTS.values()}
     lacking = {m.name for m, network in found.items() if network is None}
     windows = {"window-wide", "window-narrow"}
-    assert lacking == {"T0, window 8": set(), "G0": windows | {"rope-base"}}.get(name, windows)
+    without = {"T0, window 8": set(), "G0": windows | {"rope-base", "eps-swapped"}}
+    assert lacking == without.get(name, windows)
     missed = {m.name for m, n in found.items() if n is not None and not on.detects(n)[0]}
-    assert missed == {"eps-swapped"}
-    rms, _ = calibration.oracle(on.network, found[MUTANTS["eps-swapped"]], on.completions)
-    assert rms < on.floor.unit
-
-
-def test_an_eps_that_is_swapped_for_itself_is_inert(measured):
-    on = measured("T0", "float32")
-    assert on.detects(MUTANTS["eps-swapped"].apply(on.network, dose=1e-6)) == (False, 0.0)
+    assert missed == {"eps-swapped"} - lacking
+    for swapped in missed:
+        rms, _ = calibration.oracle(on.network, found[MUTANTS[swapped]], on.completions)
+        assert rms < on.floor.unit
 
 
 def words(on, mutants):
@@ -324,6 +409,9 @@ def test_the_planted_layer_is_named_in_every_layer(measured, name, dtype):
     for mutant in LOCAL:
         for layer in range(1, n_layers + 1):
             broken = applied(mutant, on, layer=layer)
+            if broken is None:
+                assert (mutant.name, name) == ("eps-swapped", "G0")  # its eps already
+                continue
             place = on.first_noisy_layer(broken)
             if mutant.name == "eps-swapped":
                 assert place in (None, layer)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from lossless_lab.numerical.parts import parts_of
 
 # (distance from query back to key [q, k], hidden cells [.., q, k]) -> cells to change
 Cells = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -27,13 +30,28 @@ def visible_pads(distance: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return (distance >= 0) & hidden
 
 
-def reweigh(cells: Cells, *, hide: bool = False) -> Callable[[nn.Module, float], None]:
+def attentions(network: nn.Module) -> list[nn.Module]:
+    """The attentions of all blocks that take the whole of their mask from outside.
+
+    State-space and linear mixers weigh no keys, and a causal table inside would win over a mask.
+    """
+    return [
+        module
+        for (_, part), module in parts_of(network).items()
+        if part.startswith("attention")
+        and "attention" in type(module).__name__.lower()
+        and "attention_mask" in inspect.signature(module.forward).parameters
+        and not any(buffer.dtype == torch.bool for buffer in module.buffers())
+    ]
+
+
+def reweigh(cells: Cells, *, hide: bool = False) -> Callable[[nn.Module, float], int]:
     """An edit that shows chosen cells with a weight of `dose`, or hides a share `dose` of theirs.
 
     A weight w is an attention logit of ln w, so that dose 1 is the whole fault.
     """
 
-    def edit(network: nn.Module, dose: float) -> None:
+    def edit(network: nn.Module, dose: float) -> int:
         log_weight = (-math.inf if dose >= 1 else math.log1p(-dose)) if hide else math.log(dose)
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -43,13 +61,17 @@ def reweigh(cells: Cells, *, hide: bool = False) -> Callable[[nn.Module, float],
             if not chosen.any():
                 return None
             least = torch.finfo(x.dtype).min
-            mask = torch.zeros(chosen.shape, dtype=x.dtype, device=x.device)
-            mask = mask.masked_fill(hidden, least).masked_fill(chosen, max(log_weight, least))
+            mask = kwargs.get("attention_mask")
+            if mask is None or mask.dtype == torch.bool:
+                mask = torch.zeros(chosen.shape, dtype=x.dtype, device=x.device)
+            weight = mask.masked_fill(hidden, 0) + log_weight  # what ALiBi wrote there stays
+            mask = mask.masked_fill(hidden, least).where(~chosen, weight.clamp(min=least))
             return args, kwargs | {"attention_mask": mask}
 
-        for name, module in network.named_modules():
-            if name.rsplit(".", 1)[-1] in ("attn", "self_attn"):
-                module.register_forward_pre_hook(hook, with_kwargs=True)
+        found = attentions(network)
+        for module in found:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        return len(found)
 
     return edit
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lossless_lab.numerical.capture import decoder_layers
+from lossless_lab.numerical.parts import decoder_layers, patched
 
 KINDS = ("layer-local", "global")
 
@@ -31,8 +31,9 @@ class Mutant:
     doses : the natural one, as the fault is met in the wild, then smaller ones, falling.
     unit : what a dose counts.
     imitates : the fault in one sentence, with the issue where it was reported, if known.
-    edit : (block or whole network, dose) -> None; breaks it in place. By hooks that know nothing
-        but their own module, so that copies of a mutant (a cast to float32) are mutants too.
+    edit : (block or whole network, dose) -> number of places broken, in place. By hooks that know
+        nothing but their own module, so that copies of a mutant (a cast to float32) are mutants
+        too.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Mutant:
     doses: tuple[float, ...]
     unit: str
     imitates: str
-    edit: Callable[[nn.Module, float], None]
+    edit: Callable[[nn.Module, float], int]
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,14 +67,22 @@ class Mutant:
         Raises
         ------
         ValueError
-            For a dose or layer that cannot be.
+            For a dose or layer that cannot be, and a network with a forward of its own, patched
+            or compiled, whose copy would run the original's weights.
         NotApplicable
-            Where the network lacks what the fault would break.
+            Where the network lacks what the fault would break, or has it already.
         """
         if not (math.isfinite(dose) and dose > 0):
             raise ValueError(f"`dose` must be finite and above 0; got {dose}")
-        broken = copy.deepcopy(getattr(network, "network", network))
-        self.edit(self._target(broken, layer), dose)
+        network = getattr(network, "network", network)
+        if name := patched(network):
+            raise ValueError(
+                f"`{name}` carries a forward of its own (patched or compiled): a copy would run "
+                "the original's; apply the mutant first, then patch or compile its result"
+            )
+        broken = copy.deepcopy(network)
+        if not self.edit(self._target(broken, layer), dose):
+            raise NotApplicable(f"`network` has no part that {self.name} could break")
         return broken
 
     def _target(self, network: nn.Module, layer: int | None) -> nn.Module:

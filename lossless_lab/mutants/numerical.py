@@ -1,4 +1,4 @@
-"""Faults of the numerical level: positions, masks, caches, scales, norms, weights, NaN, state."""
+"""Faults of the numerical level: windows, caches, scales, norms, weights, NaN, state; the table."""
 
 from __future__ import annotations
 
@@ -9,72 +9,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from lossless_lab.mutants.masks import future_key, previous_key, reweigh, visible_pads
+from lossless_lab.mutants.masks import attentions, future_key, previous_key, reweigh, visible_pads
 from lossless_lab.mutants.mutant import Mutant, NotApplicable
+from lossless_lab.mutants.positions import change_rope_base, shift_positions
 
-START = 4  # the first shifted position: shifting all of them would turn no rotary angle
 NAN_POSITION = 5
 FP16_MAX = 65504.0
 
 
-def shift_positions(network: nn.Module, dose: float) -> None:
-    """Positions from START on are `dose` too large; learned ones move towards the next row."""
-
-    def rotary(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        positions = kwargs.get("position_ids", args[-1])
-        shifted = positions + dose * (positions >= START)
-        return (args[0],), {"position_ids": shifted}
-
-    def learned(table: nn.Embedding, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        ahead = table.weight[(args[0] + 1).clamp(max=table.num_embeddings - 1)]
-        return torch.where((args[0] >= START)[..., None], output.lerp(ahead, dose), output)
-
-    tables = [m for m in network.modules() if isinstance(m, nn.Embedding)]
-    for module in _rotary(network):
-        module.register_forward_pre_hook(rotary, with_kwargs=True)
-    for table in tables:
-        if table is not network.get_input_embeddings():
-            table.register_forward_hook(learned)
-    if len(tables) == 1 and not _rotary(network):
-        raise NotApplicable("`network` has neither rotary nor learned positions")
-
-
-def change_rope_base(network: nn.Module, dose: float) -> None:
-    """Rotary base times 1 + dose: frequency i of n falls by (1 + dose)^(i/n)."""
-    if not _rotary(network):
-        raise NotApplicable("`network` has no rotary positions")
-    for module in _rotary(network):
-        n = len(module.inv_freq)
-        powers = torch.arange(n, dtype=torch.float64, device=module.inv_freq.device) / n
-        module.inv_freq.mul_((-powers * math.log1p(dose)).exp())
-
-
-def move_window(by: int) -> Callable[[nn.Module, float], None]:
+def move_window(by: int) -> Callable[[nn.Module, float], int]:
     """`dose` keys more (by = 1) or fewer (by = -1) in each sliding window."""
 
-    def edit(network: nn.Module, dose: float) -> None:
-        if not getattr(network.config, "sliding_window", None):
+    def edit(network: nn.Module, dose: float) -> int:
+        config = network.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        width = getattr(config, "sliding_window", None)
+        if not (width and "sliding_attention" in kinds):
             raise NotApplicable("`network` has no sliding window")
-        network.config.sliding_window += by * int(dose)
+        if dose != int(dose):
+            raise ValueError(f"`dose` must be whole keys; got {dose:g}")
+        if width + by * dose < 1:
+            raise NotApplicable(f"`network` has no window to lose {dose:g} keys: it has {width}")
+        config.sliding_window += by * int(dose)
+        return 1
 
     return edit
 
 
-def repeat_newest_row(network: nn.Module, dose: float) -> None:
+def repeat_newest_row(network: nn.Module, dose: float) -> int:
     """Before each pass the newest cached key and value move by `dose` towards those before."""
 
     def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        for layer in getattr(cache, "layers", ()):
+        layers = (x for x in getattr(cache, "layers", ()) if getattr(x, "keys", None) is not None)
+        for layer in layers:
             n = int(layer.get_seq_length()) if layer.is_initialized else 0
             for rows in (layer.keys, layer.values) if n > 1 else ():
                 n = min(n, rows.shape[-2])
                 rows[..., n - 1, :].lerp_(rows[..., n - 2, :], dose)
 
     network.register_forward_pre_hook(hook, with_kwargs=True)
+    return len(attentions(network))
 
 
-def keep_state(network: nn.Module, dose: float) -> None:
+def keep_state(network: nn.Module, dose: float) -> int:
     """Logits move by `dose` towards the last ones of the call before."""
 
     def hook(module: nn.Module, _: tuple, output: Any) -> Any:
@@ -85,16 +63,18 @@ def keep_state(network: nn.Module, dose: float) -> None:
         return output
 
     network.register_forward_hook(hook)
+    return 1
 
 
-def untie_head(network: nn.Module, dose: float) -> None:
+def untie_head(network: nn.Module, dose: float) -> int:
     """The output matrix leaves the input's and gains noise of `dose` times its RMS."""
     head = network.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())
     _add_noise(head.weight, dose)
+    return 1
 
 
-def exchange_rows(network: nn.Module, dose: float) -> None:
+def exchange_rows(network: nn.Module, dose: float) -> int:
     """A share `dose` of the input embedding's rows, at least two, exchanged in pairs."""
     table = network.get_input_embeddings()
     rows = torch.randperm(table.num_embeddings, generator=torch.Generator().manual_seed(0))
@@ -103,21 +83,32 @@ def exchange_rows(network: nn.Module, dose: float) -> None:
     weight = table.weight.detach().clone()  # of its own: a tied output matrix keeps its rows
     weight[a], weight[b] = weight[b], weight[a]
     table.weight = nn.Parameter(weight)
+    return half
 
 
-def change_scale(block: nn.Module, dose: float) -> None:
+def change_scale(block: nn.Module, dose: float) -> int:
     """Attention logits times 1 + dose."""
-    _part(block, "attn").scaling *= 1 + dose
+    found = [m for m in block.children() if isinstance(getattr(m, "scaling", None), float)]
+    for module in found:
+        module.scaling *= 1 + dose
+    return len(found)
 
 
-def set_eps(block: nn.Module, dose: float) -> None:
+def set_eps(block: nn.Module, dose: float) -> int:
     """The eps of the block's norms becomes `dose`."""
-    for module in block.modules():
-        for name in {"eps", "variance_epsilon"} & set(vars(module)):
-            setattr(module, name, dose)
+    found = [
+        (module, name)
+        for module in block.modules()
+        for name in {"eps", "variance_epsilon"} & set(vars(module))
+    ]
+    if found and all(math.isclose(getattr(m, name), dose, rel_tol=1e-6) for m, name in found):
+        raise NotApplicable(f"`network` has norms whose eps is {dose:g} already")
+    for module, name in found:
+        setattr(module, name, dose)
+    return len(found)
 
 
-def drop_residual(block: nn.Module, dose: float) -> None:
+def drop_residual(block: nn.Module, dose: float) -> int:
     """The block's output lacks `dose` times its input."""
 
     def hook(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -125,37 +116,48 @@ def drop_residual(block: nn.Module, dose: float) -> None:
         return _stream(output, lambda h: h - dose * x)
 
     block.register_forward_hook(hook, with_kwargs=True)
+    return 1
 
 
-def write_nan(block: nn.Module, dose: float) -> None:
-    """The first `dose` features of the block's output are NaN at position NAN_POSITION."""
+def write_nan(block: nn.Module, dose: float) -> int:
+    """The first `dose` features of the block's output are NaN at position NAN_POSITION.
+
+    Blocks that are told no positions count those of their pass.
+    """
 
     def hook(_: nn.Module, __: tuple, kwargs: dict, output: Any) -> Any:
-        here = (kwargs["position_ids"] == NAN_POSITION)[..., None]
-
         def poison(h: torch.Tensor) -> torch.Tensor:
+            positions = kwargs.get("position_ids")
+            if positions is None:
+                positions = torch.arange(h.shape[1], device=h.device)
+            here = (positions == NAN_POSITION)[..., None]
             features = torch.arange(h.shape[-1], device=h.device) < dose
             return h.masked_fill(here & features, math.nan)
 
         return _stream(output, poison)
 
     block.register_forward_hook(hook, with_kwargs=True)
+    return 1
 
 
-def overflow_mlp(block: nn.Module, dose: float) -> None:
+def overflow_mlp(block: nn.Module, dose: float) -> int:
     """MLP outputs that times `dose` pass fp16's largest number become infinite."""
 
-    def hook(_: nn.Module, __: tuple, h: torch.Tensor) -> torch.Tensor:
+    def overflowing(h: torch.Tensor) -> torch.Tensor:
         return torch.where(h.abs() > FP16_MAX / dose, h * math.inf, h)
 
-    _part(block, "mlp").register_forward_hook(hook)
+    found = [module for name, module in block.named_children() if name.endswith("mlp")]
+    for module in found:
+        module.register_forward_hook(lambda _, __, output: _stream(output, overflowing))
+    return len(found)
 
 
-def damage_weights(block: nn.Module, dose: float) -> None:
+def damage_weights(block: nn.Module, dose: float) -> int:
     """Each matrix of the block gains noise of `dose` times its RMS."""
-    for weight in block.parameters():
-        if weight.dim() > 1:
-            _add_noise(weight, dose)
+    found = [x for x in block.parameters() if x.dim() > 1 and x.is_floating_point()]
+    for weight in found:
+        _add_noise(weight, dose)
+    return len(found)
 
 
 def _add_noise(weight: torch.Tensor, dose: float) -> None:
@@ -163,17 +165,6 @@ def _add_noise(weight: torch.Tensor, dose: float) -> None:
     rms = float(weight.float().square().mean().sqrt())
     noise = torch.randn(weight.shape, generator=rng).mul_(dose * rms)
     weight.add_(noise.to(weight))
-
-
-def _rotary(network: nn.Module) -> list[nn.Module]:
-    return [m for m in network.modules() if hasattr(m, "inv_freq")]
-
-
-def _part(block: nn.Module, end: str) -> nn.Module:
-    for name, module in block.named_children():
-        if name.endswith(end):
-            return module
-    raise NotApplicable(f"{type(block).__name__} has no part whose name ends in {end!r}")
 
 
 def _stream(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
