@@ -170,9 +170,9 @@ def _eager(module: nn.Module | None) -> nn.Module | None:
 
 def _stored(network: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters, buffers that could be matrices of weights, and what is packed in no tensor."""
-    tables = (torch.bool, torch.int64)  # masks and ids
+    ids = (torch.bool, torch.int64)  # and masks
     yield from ((n, x.data) for n, x in network.named_parameters())
-    yield from ((n, x) for n, x in network.named_buffers() if x.ndim > 1 and x.dtype not in tables)
+    yield from ((n, x) for n, x in network.named_buffers() if x.ndim > 1 and x.dtype not in ids)
     yield from ((n, x) for n, x in network.state_dict().items() if not isinstance(x, torch.Tensor))
 
 
@@ -219,10 +219,8 @@ def kept_tokens(inputs: Inputs) -> torch.Tensor:
         For a row without any; names it.
     """
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    if len(empty := (~mask.any(-1)).nonzero()):
-        raise ValueError(
-            f"`attention_mask` must keep a token in each row; row {empty[0, 0]} has none"
-        )
+    for row in (~mask.any(-1)).nonzero().flatten().tolist():
+        raise ValueError(f"`attention_mask` must keep a token in each row; row {row} has none")
     return mask
 
 
