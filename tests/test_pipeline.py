@@ -381,9 +381,7 @@ def test_one_object_on_both_sides_is_vacuous_however_it_is_handed_in():
         assert set(words(verdict).values()) == {"VACUOUS"}
         assert "one and the same network" in verdict.cause
 
-    loaded = models.load(
-        "tiny-draft"
-    )  # hashed by its files here, by its tensors below
+    loaded = models.load("tiny-draft")  # hashed by its files here, by its tensors below
     assert set(words(ask(loaded, loaded.network)).values()) == {"VACUOUS"}
 
     def function(ids):
