@@ -98,7 +98,9 @@ ARGUMENTS = [
 
 @few
 @given(data=st.data())
-@pytest.mark.parametrize(("function", "name", "rule"), ARGUMENTS, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(
+    ("function", "name", "rule"), ARGUMENTS, ids=lambda v: getattr(v, "__name__", str(v)[:22])
+)
 def test_every_numeric_argument_is_checked(function, name, rule, data):
     needed = {
         kv_cache_bytes: {"seq_len": 1},
