@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: two threads only wait for each other
 
+import sys
+
 import pytest
 import torch
 
@@ -93,3 +95,11 @@ def smollm2():
             pytest.skip("smollm2 is not on this machine: run `lossless-lab models fetch smollm2`")
         models.fetch("smollm2")
     return models.load("smollm2")
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code_of_other_tests():
+    """Each test compiles for itself: what another backend compiled for the same code is dropped."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    yield

@@ -263,7 +263,7 @@ UNRUN = {  # the class needs what the sizes do not say, or keeps its cache in it
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in models().model if n not in UNRUN])
 def test_bundled_config_in_full_size_on_meta_tensors(name):
-    _, outer, text, _ = resolve(name)
+    _, outer, text, *_ = resolve(name)
     translates = outer.is_encoder_decoder
     table = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if translates else {}) or {
         **MODEL_MAPPING_NAMES,
