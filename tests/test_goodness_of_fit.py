@@ -1,4 +1,4 @@
-"""The sampler's laws against transformers' own filters; rates of the test, honest and not."""
+"""Rates of the test of a sampler, honest and not."""
 
 import math
 import zlib
@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from lossless_lab.statistical.goodness_of_fit import (
-    SIZE,
-    penalised,
-    sampler_fit,
-    sampler_probs,
-)
+from lossless_lab.statistical.goodness_of_fit import SIZE, sampler_fit
+from lossless_lab.statistical.sampler_laws import sampler_probs
 from lossless_lab.stats.intervals import share_interval
 
 V = 64
@@ -39,37 +28,6 @@ def draw(probs, rng):
 
 def seeded(request):
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
-
-
-@pytest.mark.parametrize(
-    ("settings", "warpers"),
-    [
-        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
-        ({"top_k": 5}, [TopKLogitsWarper(5)]),
-        ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
-        ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-        (
-            {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-            [TemperatureLogitsWarper(1.3), TopKLogitsWarper(20), TopPLogitsWarper(0.9),
-             MinPLogitsWarper(0.02)],
-        ),
-    ],
-)  # fmt: skip
-def test_laws_equal_those_of_transformers(settings, warpers, request):
-    logits = laws(seeded(request), 200)
-    expected = logits
-    for warper in warpers:
-        expected = warper(None, expected)
-    assert torch.allclose(sampler_probs(logits, **settings), expected.softmax(-1), atol=1e-6)
-
-
-def test_the_penalty_equals_that_of_transformers(request):
-    logits = laws(seeded(request), 4)
-    prompt, output = [3, 5, 5], [9, 3, 60, 9]
-    processor = RepetitionPenaltyLogitsProcessor(1.3)
-    for t, row in enumerate(penalised(logits, prompt, output, 1.3)):
-        context = torch.tensor([[*prompt, *output[:t]]])
-        assert torch.equal(row, processor(context, logits[t : t + 1].clone())[0])
 
 
 FILTERS = [{}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 7, "min_p": 0.05}]

@@ -19,7 +19,8 @@ from lossless_lab.pipeline.subjects import Subject
 from lossless_lab.prompts import Prompt
 from lossless_lab.semantic.text import similarity
 from lossless_lab.statistical.divergences import divergences
-from lossless_lab.statistical.goodness_of_fit import SamplerFit, penalised, sampler_fit
+from lossless_lab.statistical.goodness_of_fit import SamplerFit, sampler_fit
+from lossless_lab.statistical.sampler_laws import penalised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Do emitted tokens follow a law? Exact laws of a sampler, and a test that needs one token each."""
+"""Do emitted tokens follow a law? A test that needs one token of each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from ..results import Result
+from .sampler_laws import sampler_probs
 
 SIZE = 0.01  # share of honest samplers that are rejected
 _SLACK = 1e-4  # by which engines may round a filter's border
@@ -90,58 +91,3 @@ def sampler_fit(
     each = [stats.kstest(np.concatenate(us), "uniform").pvalue for us in found if n]
     pvalue = min(1.0, 2 * float(np.min(each))) if n else math.nan
     return SamplerFit(n_tokens=n, pvalue=pvalue, n_impossible=n_impossible)
-
-
-def sampler_probs(
-    logits: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> torch.Tensor:
-    """Law after temperature, then top-k, top-p and min-p, each renormalised.
-
-    Parameters
-    ----------
-    logits : [n, vocab_size]
-    temperature : > 0
-    top_k : the k likeliest, and what ties with the last of them; 0 for all.
-    top_p : the likeliest until their sum reaches it, the one that does included.
-    min_p : those of at least this share of the likeliest one's probability.
-
-    >>> sampler_probs(torch.tensor([[0.0, 0.0, 9.0, 9.0]]), top_k=2).tolist()
-    [[0.0, 0.0, 0.5, 0.5]]
-    """
-    x = logits.float() / temperature
-    if top_k:
-        last = x.topk(min(top_k, x.shape[1]), -1).values[:, -1:]
-        x = x.masked_fill(x < last, -math.inf)
-    probs = x.softmax(-1)
-    if top_p < 1:
-        ranked, order = probs.sort(-1, descending=True)
-        lost = ranked.cumsum(-1) - ranked >= top_p
-        probs = probs.masked_fill(torch.zeros_like(lost).scatter(1, order, lost), 0)
-    if min_p:
-        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
-    return probs / probs.sum(-1, keepdim=True)
-
-
-def penalised(
-    logits: torch.Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], penalty: float
-) -> torch.Tensor:
-    """Logits after the repetition penalty: of each id seen before, l / penalty, l · penalty if < 0.
-
-    Parameters
-    ----------
-    logits : [n, vocab_size]; row t is the law of output_ids[t].
-
-    >>> penalised(torch.tensor([[2.0, -2.0, 1.0]]), [0, 1], [2], 2.0).tolist()
-    [[1.0, -4.0, 1.0]]
-    """
-    if penalty == 1:
-        return logits
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for t in range(len(logits)):
-        seen[t, torch.tensor([*prompt_ids, *output_ids[:t]])] = True
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

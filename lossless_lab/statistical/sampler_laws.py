@@ -1,0 +1,102 @@
+"""The law that a sampler draws from: temperature, filters and penalties, in an engine's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_CHUNK = 1 << 20  # logits at a time
+# vLLM filters by min-p first; llama.cpp divides by the temperature last.
+ORDERS = {
+    "transformers": ("temperature", "top_k", "top_p", "min_p"),
+    "vllm": ("temperature", "min_p", "top_k", "top_p"),
+    "llama.cpp": ("top_k", "top_p", "min_p", "temperature"),
+}
+
+
+def sampler_probs(
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    order: Sequence[str] = ORDERS["transformers"],
+) -> torch.Tensor:
+    """Law after temperature, then top-k, top-p and min-p, each renormalised.
+
+    Parameters
+    ----------
+    logits : [n, vocab_size]; float64 gives the law in float64, anything else in float32.
+    temperature : 0 puts all on the likeliest, the first of several.
+    top_k : the k likeliest, and what ties with the last of them; 0 for all.
+    top_p : the likeliest until their sum reaches it, the one that does included.
+    min_p : those of at least this share of the likeliest one's probability.
+    order : of the four; ORDERS has those of the engines that differ.
+
+    >>> sampler_probs(torch.tensor([[0.0, 0.0, 9.0, 9.0]]), top_k=2).tolist()
+    [[0.0, 0.0, 0.5, 0.5]]
+    """
+    exact = logits.dtype == torch.float64
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    probs = torch.empty_like(logits, dtype=torch.float64 if exact else torch.float32)
+    rows = max(1, _CHUNK // logits.shape[-1])
+    for out, x in zip(probs.split(rows), logits.split(rows), strict=True):
+        x = x if exact else x.float()
+        for name in order:
+            x = _STEPS[name](x, settings[name])
+        out.copy_(x.softmax(-1))
+    return probs
+
+
+def penalised(
+    logits: torch.Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], penalty: float
+) -> torch.Tensor:
+    """Logits after the repetition penalty: of each id seen before, l / penalty, l · penalty if < 0.
+
+    Parameters
+    ----------
+    logits : [n, vocab_size]; row t is the law of output_ids[t].
+
+    >>> penalised(torch.tensor([[2.0, -2.0, 1.0]]), [0, 1], [2], 2.0).tolist()
+    [[1.0, -4.0, 1.0]]
+    """
+    if penalty == 1:
+        return logits
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    for t in range(len(logits)):
+        seen[t, torch.tensor([*prompt_ids, *output_ids[:t]])] = True
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _tempered(x: torch.Tensor, temperature: float) -> torch.Tensor:
+    if temperature:
+        return x / temperature
+    return torch.full_like(x, -math.inf).scatter(-1, x.argmax(-1, keepdim=True), 0.0)
+
+
+def _top_k(x: torch.Tensor, k: int) -> torch.Tensor:
+    if not k:
+        return x
+    return x.masked_fill(x < x.topk(min(k, x.shape[-1]), -1).values[..., -1:], -math.inf)
+
+
+def _top_p(x: torch.Tensor, top_p: float) -> torch.Tensor:
+    if top_p >= 1:
+        return x
+    ranked, ids = x.sort(-1)
+    lost = ranked.softmax(-1).cumsum(-1) <= 1 - top_p  # what lies below counts, as in transformers
+    lost[..., -1] = False
+    return x.masked_fill(torch.zeros_like(lost).scatter(-1, ids, lost), -math.inf)
+
+
+def _min_p(x: torch.Tensor, min_p: float) -> torch.Tensor:
+    if not min_p:
+        return x
+    probs = x.softmax(-1)
+    return x.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
+
+
+_STEPS = {"temperature": _tempered, "top_k": _top_k, "top_p": _top_p, "min_p": _min_p}
