@@ -4,10 +4,11 @@ import difflib
 import time
 
 import pytest
+import sacrebleu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossless_lab.semantic.text import shown, similarity
+from lossless_lab.semantic.text import shown, similarity, text_scores
 
 SENTENCE = "the cache keeps every key and value in fp16 so nothing is lost. "
 CYCLE = [0, 1, 2, 3, 4] * 60
@@ -107,3 +108,62 @@ def test_quick_on_20_000_characters():
 def test_a_text_is_not_a_list():
     with pytest.raises(TypeError, match="both be texts or both lists"):
         similarity("ab", ["a", "b"])
+
+
+# Scores that rouge-score 0.1.2 printed for these pairs: F of ROUGE-1, -2, -L.
+@pytest.mark.parametrize(
+    "a, b, rouge",
+    [
+        (
+            "The cat sat on the mat.",
+            "The cat is sitting on the mat, quietly.",
+            (0.714286, 0.5, 0.714286),
+        ),
+        ("KV-cache uses 4.00 GiB", "KV cache uses 1.00 GiB", (0.833333, 0.6, 0.833333)),
+        ("a b c d e f", "f e d c b a", (1.0, 0.0, 0.166667)),
+    ],
+)
+def test_rouge_is_that_of_the_reference_implementation(a, b, rouge):
+    assert text_scores(a, b).rouge == pytest.approx(rouge, abs=5e-7)
+
+
+def test_scores_of_chinese():
+    scores = text_scores("量化之后输出没有变化。", "量化之后输出有变化。")
+    assert scores.rouge == pytest.approx((0.9524, 0.8421, 0.9524), abs=5e-5)
+    assert scores.bleu == pytest.approx(71.09, abs=5e-3) and "tok:zh" in scores.signature
+    assert scores.edit_distance == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "四", "yes it is", "量化之后输出没有变化。", "😀", "ответ: да", "...", "한국어"],
+)
+def test_equal_texts_score_full_in_every_script_and_metric(text):
+    scores = text_scores(text, text)
+    assert (scores.bleu, scores.chrf, scores.rouge) == (100, 100, (1, 1, 1))
+    assert scores.equal and scores.characters == 1 and scores.edit_distance == 0
+
+
+@given(st.text("ab 中。A.", max_size=12), st.text("ab 中。A.", max_size=12))
+def test_unequal_text_never_scores_full_without_a_warning(a, b):
+    scores = text_scores(a, b)
+    full = max(scores.bleu, scores.chrf) > 99.99 or min(scores.rouge) == 1
+    assert scores.equal == (a == b)
+    assert bool(scores.note) == (full and a != b)
+    for value in (*scores.rouge, scores.bleu / 100, scores.chrf / 100):
+        assert 0 <= value <= 1
+    back = text_scores(b, a)
+    assert (back.rouge, back.edit_distance) == (scores.rouge, scores.edit_distance)
+
+
+def test_an_empty_side_scores_nothing():
+    scores = text_scores("", "an answer")
+    assert (scores.bleu, scores.chrf, scores.rouge, scores.characters) == (0, 0, (0, 0, 0), 0)
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu():
+    a, b = "The quick brown fox jumps over it.", "The quick brown dog jumped over it."
+    scores = text_scores(a, b)
+    assert scores.bleu == pytest.approx(sacrebleu.sentence_bleu(b, [a]).score)
+    assert scores.chrf == pytest.approx(sacrebleu.sentence_chrf(b, [a]).score)
+    assert list(scores.to_frame()["rouge_l"]) == [scores.rouge[2]]
