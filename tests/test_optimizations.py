@@ -10,6 +10,7 @@ from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 
 from lossless_lab import models, optimizations
 from lossless_lab.engines import Decoding, TransformersEngine
+from lossless_lab.models.loading import state_sha256
 from lossless_lab.optimizations import compilation
 from lossless_lab.optimizations.entry import copied, fingerprint, patched
 from lossless_lab.optimizations.faults import ignore_padding
@@ -163,6 +164,14 @@ def test_a_static_cache_and_batches_give_the_ids_of_plain_greedy(t0):
     static = generated(optimizations.find("static-cache").apply(t0))[1]
     assert batched == alone
     assert static[0].output_ids == alone[0]
+
+
+def test_changed_weights_have_an_identity_of_their_own(tiny_target):
+    """A record must not name the original's weights; a cast is what loading in that dtype gives."""
+    made = {name: entry_of(name).apply(tiny_target).model for name in ("nf4", *CHEAP, *COMPILED)}
+    hashes = {name: model.weights_sha256 for name, model in made.items()}
+    assert hashes.pop("nf4") == state_sha256(made["nf4"].network) != tiny_target.weights_sha256
+    assert set(hashes.values()) == {tiny_target.weights_sha256}
 
 
 def test_every_entry_says_what_it_is():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 
-from lossless_lab import optimizations
+from lossless_lab import check, optimizations
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.number_formats import FORMATS, round_to
 from lossless_lab.optimizations.entry import fingerprint
@@ -150,9 +150,30 @@ def test_quantising_twice_warns_and_other_formats_do_not(t0):
     once = quantized("q4_1").apply(t0).network
     twice = quantized("q4_1").apply(once).network
     assert torch.equal(logits(once), logits(twice))
-    assert "WARNING: 21 of them lay on that grid before" in witnessed(quantized("q4_1"), once)
+    assert witnessed(quantized("q4_1"), once).startswith("VACUOUS: 21 of 21 matrices lay on the")
     for name in ("q4_0", "int4-group32-asym", "int4-group64", "nf4"):
         assert "WARNING" not in witnessed(quantized(name), once)
+
+
+PROMPTS = [[1 + i, *PROMPT_S] for i in range(3)]
+QUIET = {"decoding": GREEDY, "n_variants": 0, "progress": False}
+
+
+def test_a_verdict_on_weights_of_that_grid_is_vacuous_and_says_why(t0):
+    once = quantized("q4_1").apply(t0).network
+    found = check(once, quantized("q4_1"), PROMPTS, **QUIET)
+    assert {a.word for a in found.answers} == {"VACUOUS"}
+    assert "21 of 21 matrices lay on the q4_1 grid before" in found.sentence
+    assert check(once, quantized("nf4"), PROMPTS, **QUIET)["1a"].word == "DIFFERENT"
+
+
+def test_a_verdict_on_a_part_that_lay_there_before_says_so_in_its_sentence(t0):
+    """No cost is to be read off for what stayed; the rest is judged."""
+    once = quantized("q4_1", skip=("lm_head", "mlp")).apply(t0).network
+    found = check(once, quantized("q4_1"), PROMPTS, **QUIET)
+    assert found["1a"].word == "DIFFERENT"
+    assert "as 12 of 21 matrices lay on the q4_1 grid before" in found.sentence
+    assert "grid before" not in check(t0, quantized("q4_1"), PROMPTS, **QUIET).sentence
 
 
 @pytest.mark.slow
@@ -161,7 +182,7 @@ def test_smollm2_lies_on_the_grid_of_its_file(smollm2):
     assert len(already_on_grid(smollm2, "q4_1")) == 210
     for name, weight in matrices(smollm2.network):  # as llama.cpp wrote them, to the last bit
         assert torch.equal(round_to(weight, "q4_1"), weight), name
-    assert "WARNING: 210 of them lay on that grid" in witnessed(quantized("q4_1"), smollm2.network)
+    assert witnessed(quantized("q4_1"), smollm2.network).startswith("VACUOUS: 210 of 210 matrices")
     for name in ("q4_0", "int4-group32", "int4-group64-asym"):
         assert already_on_grid(smollm2, name) == ()
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lossless_lab.models.loading import state_sha256
+
 
 def model(model: Any, tokenizer: Any = None) -> dict[str, Any]:
     """Identity of a Model or of a bare network; folders by name, never by path."""
@@ -40,18 +42,6 @@ def portable(name: str) -> str:
     """
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or path.exists() or "\\" in name else name
-
-
-def state_sha256(network: Any) -> str:
-    """`state:` and SHA-256 over names, dtypes, shapes and bytes of the network's tensors."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-    return f"state:{digest.hexdigest()}"
 
 
 def versions() -> dict[str, str]:

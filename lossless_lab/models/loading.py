@@ -1,5 +1,6 @@
 """Loading a model: explicit dtype, safetensors only, no remote code, no dead kernel."""
 
+import hashlib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,3 +175,15 @@ def _quiet():
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def state_sha256(network) -> str:
+    """`state:` and SHA-256 over names, dtypes, shapes and bytes of the network's tensors."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return f"state:{digest.hexdigest()}"

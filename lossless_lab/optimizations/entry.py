@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lossless_lab.models.loading import state_sha256
 from lossless_lab.optimizations.witness import Observation
+
+VACUOUS, WARNING = "VACUOUS: ", "WARNING: "  # in what a witness says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,11 @@ class Optimization:
     changes : manifest fields that the entry is meant to change; any other difference between
         the two sides of a comparison makes it INVALID.
     transform : network -> (network, engine settings); copies what it alters.
-    witness : observation of a short generation -> what was seen, or "" (then VACUOUS).
+    witness : observation of a short generation -> what was seen, "" where no trace was found, or
+        VACUOUS and why there is nothing to compare; what follows WARNING enters the verdict.
     exercised : (output lengths, rows per batch) -> positions that could depend on the change.
+    depends : (tokens of the prompt, place in the output) -> whether that position could; where
+        given, `exercised` counts those alone.
     fault : candidate -> the same candidate, broken; what `poisoned` injects.
     """
 
@@ -64,6 +70,7 @@ class Optimization:
     witness: Callable[[Observation], str]
     exercised: Callable[[Sequence[int], Sequence[int]], int]
     fault: Callable[[nn.Module], nn.Module]
+    depends: Callable[[int, int], bool] | None = None
     needs: str = ""
 
     def apply(self, model: Any) -> Candidate:
@@ -71,9 +78,14 @@ class Optimization:
         network = getattr(model, "network", model)
         before = fingerprint(network)
         changed, settings = self.transform(network)
+        made = changed
+        if network is not model:
+            same = _same_weights(network, changed)
+            identity = model.weights_sha256 if same else state_sha256(changed)
+            made = replace(model, network=changed, weights_sha256=identity)
         return Candidate(
             name=self.name,
-            model=replace(model, network=changed) if network is not model else changed,
+            model=made,
             settings=settings,
             optimization=self,
             reference_intact=fingerprint(network) == before,
@@ -136,6 +148,15 @@ def fingerprint(network: nn.Module) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
     return digest.hexdigest()
+
+
+def _same_weights(network: nn.Module, changed: nn.Module) -> bool:
+    """Whether the weights are the original's, but for their dtype, as after loading in it."""
+    ours, theirs = (getattr(n, "_orig_mod", n).state_dict() for n in (network, changed))
+    return ours.keys() == theirs.keys() and all(
+        type(x) is type(y) and x.shape == y.shape and torch.equal(x.to(y.dtype), y)
+        for x, y in ((x, theirs[name]) for name, x in ours.items())
+    )
 
 
 def every_position(lengths: Sequence[int], rows: Sequence[int]) -> int:

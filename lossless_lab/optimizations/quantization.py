@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format, round_to
-from lossless_lab.optimizations.entry import Optimization, copied, every_position
+from lossless_lab.optimizations.entry import (
+    VACUOUS,
+    WARNING,
+    Optimization,
+    copied,
+    every_position,
+)
 from lossless_lab.optimizations.witness import Observation
 
 _HEAD = ("lm_head",)
@@ -114,10 +120,10 @@ def _seen(seen: Observation, fmt: Format | GgufFormat, skip: Sequence[str]) -> s
         f"simulated: arithmetic in {seen.dtypes[0]}",
     ]
     if before:
-        said.append(
-            f"WARNING: {len(before)} of them lay on that grid before (weights of a file in this "
-            "format), so that this comparison does not show what the format costs"
-        )
+        lay = f"{len(before)} of {len(found)} matrices lay on the {fmt.name} grid before"
+        if len(before) == len(found):
+            return f"{VACUOUS}{lay}, as weights of a file in that format do; nothing was changed"
+        said.append(f"{WARNING}what the format costs in full, as {lay}")
     return "; ".join(said)
 
 

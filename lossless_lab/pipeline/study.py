@@ -17,6 +17,7 @@ from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor
+from lossless_lab.optimizations.entry import VACUOUS
 from lossless_lab.pipeline import answers, triage
 from lossless_lab.pipeline.asked import decoding_for, distinct, prompts_for, require_memory
 from lossless_lab.pipeline.causes import cause, no_law
@@ -166,8 +167,8 @@ class Study:
         before = triage.state(self.reference)
         progress("witness")
         witness = triage.witness(candidate, self.asked, decoding)
-        if witness == "":
-            why = f"{candidate.name} left no trace of having run"
+        if witness == "" or witness.startswith(VACUOUS):
+            why = witness.removeprefix(VACUOUS) or f"{candidate.name} left no trace of having run"
             return uniform("VACUOUS", why, witness="none", **common)
         progress("outputs")
         evidence = self._gather(candidate, decoding)

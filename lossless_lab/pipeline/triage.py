@@ -59,9 +59,14 @@ def exercised(candidate: Subject, completions: Sequence[Completion]) -> tuple[in
         return tuple(told) if all(type(n) is int for n in told) else None
     if candidate.optimization is None:
         return None
+    entry = candidate.optimization
     lengths = [len(c.output_ids) for c in completions]
     rows = [int(c.timings.get("batch_rows", 1)) for c in completions]
-    return candidate.optimization.exercised(lengths, rows), sum(lengths)
+    n_positions = sum(lengths)
+    if entry.depends is not None:
+        sizes = [(len(c.prompt_ids), len(c.output_ids)) for c in completions]
+        lengths = [sum(entry.depends(n, i) for i in range(length)) for n, length in sizes]
+    return entry.exercised(lengths, rows), n_positions
 
 
 def not_comparable(rows: pd.DataFrame, allowed: Sequence[str]) -> str:

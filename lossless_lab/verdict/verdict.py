@@ -101,6 +101,7 @@ class Verdict:
         ]
         seen = [a.not_shown for a in self.answers if a.word not in UNTESTED]
         hidden += dict.fromkeys(filter(None, seen))
+        hidden += filter(None, [self.witness.partition("WARNING: ")[2]])
         if self.witness.startswith(NOT_WITNESSED):
             why = self.witness.removeprefix(NOT_WITNESSED)
             hidden.append(f"no witness shows that the optimisation ran{why}")
