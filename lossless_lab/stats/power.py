@@ -1,0 +1,86 @@
+"""What a test of a sampler's law could have seen: the smallest TV at n draws, the n for a TV."""
+
+from __future__ import annotations
+
+import math
+
+from scipy import optimize, stats
+
+
+def smallest_tv_detectable(
+    n: int, *, n_tokens: int, alpha: float = 0.05, power: float = 0.8
+) -> float:
+    """√(δ/4n): TV that the chi-square test of a law of `n_tokens` finds with that power.
+
+    δ is the non-centrality where χ²(n_tokens − 1) passes its critical value with probability
+    `power`; a bias in proportion to every token's share has n·Σ(p − q)²/q = 4n TV², and no other
+    bias of that TV has less.
+
+    Parameters
+    ----------
+    n : draws.
+    n_tokens : cells, after pooling.
+
+    Notes
+    -----
+    Source: Cohen 1988, chapter 7; equal to statsmodels' GofChisquarePower with effect size 2 TV.
+
+    >>> round(smallest_tv_detectable(10_000, n_tokens=16), 4)
+    0.0217
+    """
+    return math.sqrt(_noncentrality(n_tokens, alpha, power) / (4 * n))
+
+
+def n_for_tv(tv: float, *, n_tokens: int, alpha: float = 0.05, power: float = 0.8) -> int:
+    """⌈δ / 4 TV²⌉: draws with which `smallest_tv_detectable` is `tv`.
+
+    >>> n_for_tv(0.01, n_tokens=16)
+    47028
+    """
+    if not 0 < tv < 1:
+        raise ValueError(f"`tv` must be above 0 and below 1; got {tv}")
+    return math.ceil(_noncentrality(n_tokens, alpha, power) / (4 * tv**2))
+
+
+def smallest_share_change(
+    n: int, share: float, *, n_tests: int = 1, alpha: float = 0.05, power: float = 0.8
+) -> float:
+    """(z(α / 2 n_tests) + z(1 − power))·√(share(1 − share)/n): of one token, two-sided, by Holm.
+
+    Parameters
+    ----------
+    n_tests : tokens that are tested with it.
+
+    >>> round(smallest_share_change(10_000, 0.05, n_tests=16), 5)
+    0.00827
+    """
+    z = stats.norm.isf(alpha / (2 * n_tests)) + stats.norm.isf(1 - power)
+    return float(z * math.sqrt(share * (1 - share) / n))
+
+
+def neyman_pearson_limit(
+    n: int, *, share: float = 0.5, alpha: float = 0.05, power: float = 0.8
+) -> float:
+    """(z(α) + z(1 − power))·√(share(1 − share)/n): no test can find a smaller TV.
+
+    The most powerful test is told the bias: tokens of that `share` in all gain what the others
+    lose in proportion; ½ for a bias in proportion to every token's share.
+
+    Notes
+    -----
+    Source: Neyman and Pearson 1933, for n so large that the likelihood ratio is normal.
+
+    >>> round(neyman_pearson_limit(10_000), 4), round(neyman_pearson_limit(10_000, share=0.05), 4)
+    (0.0124, 0.0054)
+    """
+    z = stats.norm.isf(alpha) + stats.norm.isf(1 - power)
+    return float(z * math.sqrt(share * (1 - share) / n))
+
+
+def _noncentrality(n_tokens: int, alpha: float, power: float) -> float:
+    if n_tokens < 2:
+        raise ValueError(f"`n_tokens` must be at least 2; got {n_tokens}")
+    df = n_tokens - 1
+    critical = stats.chi2.isf(alpha, df)
+    high = critical + 100 + 40 * math.sqrt(df)
+    return optimize.brentq(lambda nc: stats.ncx2.sf(critical, df, nc) - power, 1e-9, high)
