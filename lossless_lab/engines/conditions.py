@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ _DRAFTING = (
 )
 
 
-def generation_fields(decoding: Decoding, cache: str, *, pad_id: int, slots: int) -> dict[str, Any]:
+def generation_fields(decoding: Decoding, cache: Any, *, pad_id: int, slots: int) -> dict[str, Any]:
     """Fields of a GenerationConfig for these settings; `slots` is the least size of a static cache.
 
     Examples
@@ -51,8 +52,16 @@ def generation_fields(decoding: Decoding, cache: str, *, pad_id: int, slots: int
         "output_logits": True,
         **({} if decoding.greedy else sampling),
         **({"max_cache_len": slots} if cache == "static" else {}),
-        **CACHES[cache],
+        **CACHES[cache if isinstance(cache, str) else "dynamic"],
     }
+
+
+def own_cache(network: Any, cache: Any) -> dict[str, Any]:
+    """The argument of `generate` that carries a cache of one's own, empty; none for a name."""
+    if isinstance(cache, str):
+        return {}
+    told = inspect.signature(network.forward).parameters
+    return {"cache" if "cache" in told else "past_key_values": cache.build(network.config)}
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from .conditions import (
     generation_fields,
     kernels,
     neutral_settings,
+    own_cache,
     random_state,
 )
 from .decoding import Decoding, declared, stop_token_ids
@@ -39,7 +40,8 @@ class TransformersEngine:
         Decodes outputs and contributes its end id; that of `model` by default.
     batch_size : int
         Rows per batch, for whoever partitions the work.
-    cache : {"dynamic", "static", "none"}
+    cache : "dynamic", "static" or "none"; or an object whose `build(config)` gives an empty cache
+        for each batch, and whose `name` is recorded
     extra_padding, companions : int
         Pad columns, and copies of the first row, added to every batch and thrown away: harmless.
     threads, attention : int, str
@@ -63,7 +65,7 @@ class TransformersEngine:
     _: KW_ONLY
     tokenizer: Any = field(default=None, repr=False)
     batch_size: int = 1
-    cache: str = "dynamic"
+    cache: Any = "dynamic"
     extra_padding: int = 0
     companions: int = 0
     threads: int | None = None
@@ -81,7 +83,7 @@ class TransformersEngine:
             )
         if self.tokenizer is None:
             object.__setattr__(self, "tokenizer", getattr(self.model, "tokenizer", None))
-        if self.cache not in CACHES:
+        if self.cache not in CACHES and not hasattr(self.cache, "build"):
             raise ValueError(f"`cache` must be one of {', '.join(CACHES)}, got {self.cache!r}")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
@@ -131,7 +133,7 @@ class TransformersEngine:
             "attention": self.attention or network.config._attn_implementation,
             "engine": "transformers",
             "launch_arguments": launch | dict(self.generate_options),
-            "cache": self.cache,
+            "cache": getattr(self.cache, "name", self.cache),
             "prefix_cache": "none",
             "scheduler": "static batches",
             "parallel": {"devices": len({str(p.device) for p in network.parameters()})},
@@ -252,6 +254,7 @@ class TransformersEngine:
                 logits_processor=processors,
                 assistant_model=assistant,
                 streamer=streamer,
+                **own_cache(network, self.cache),
             )
         sequences = result.sequences[:n_rows, width:].tolist()
         return sequences, [step[:n_rows] for step in result.logits]

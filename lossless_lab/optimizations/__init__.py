@@ -6,7 +6,14 @@ An entry is one `Optimization` object in the ENTRIES of its file.
 from __future__ import annotations
 
 from lossless_lab.models.places import nearest
-from lossless_lab.optimizations import batching, caches, compilation, precision, quantization
+from lossless_lab.optimizations import (
+    batching,
+    caches,
+    compilation,
+    kv_compression,
+    precision,
+    quantization,
+)
 from lossless_lab.optimizations.batching import batch
 from lossless_lab.optimizations.entry import Candidate, Optimization
 from lossless_lab.optimizations.precision import cast
@@ -14,7 +21,7 @@ from lossless_lab.optimizations.quantization import quantized
 
 CATALOGUE: dict[str, Optimization] = {
     entry.name: entry
-    for room in (precision, compilation, caches, batching, quantization)
+    for room in (precision, compilation, caches, batching, quantization, kv_compression)
     for entry in room.ENTRIES
 }
 

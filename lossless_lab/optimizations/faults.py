@@ -32,8 +32,9 @@ def stale_slot(network: nn.Module) -> nn.Module:
         newest = 0 if cache is None else int(cache.get_seq_length())
         if newest > 0:
             for layer in cache.layers:
-                layer.keys[..., newest - 1, :] = 0
-                layer.values[..., newest - 1, :] = 0
+                at = min(newest, layer.keys.shape[-2]) - 1  # of what was not evicted
+                layer.keys[..., at, :] = 0
+                layer.values[..., at, :] = 0
         return original(*args, **kwargs)
 
     network.forward = forward
