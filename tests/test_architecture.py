@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "doctor": {"models"},
     "engines": {"models", "number_formats"},
     "optimizations": {"models", "number_formats"},
-    "mutants": {"numerical"},
+    "mutants": {"numerical", "statistical"},
     "runs": {"engines", "models", "prompts"},
 }
 JOIN_ROOMS = {"pipeline", "cli"}

@@ -29,7 +29,7 @@ def sampler_probs(
 
     Parameters
     ----------
-    logits : [n, vocab_size]; float64 gives the law in float64, anything else in float32.
+    logits : [..., vocab_size]; float64 gives the law in float64, anything else in float32.
     temperature : 0 puts all on the likeliest, the first of several.
     top_k : the k likeliest, and what ties with the last of them; 0 for all.
     top_p : the likeliest until their sum reaches it, the one that does included.
@@ -41,9 +41,12 @@ def sampler_probs(
     """
     exact = logits.dtype == torch.float64
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    probs = torch.empty_like(logits, dtype=torch.float64 if exact else torch.float32)
+    probs = torch.empty(
+        logits.shape, dtype=torch.float64 if exact else torch.float32, device=logits.device
+    )
     rows = max(1, _CHUNK // logits.shape[-1])
-    for out, x in zip(probs.split(rows), logits.split(rows), strict=True):
+    flat = (x.reshape(-1, x.shape[-1]).split(rows) for x in (probs, logits))
+    for out, x in zip(*flat, strict=True):
         x = x if exact else x.float()
         for name in order:
             x = _STEPS[name](x, settings[name])
