@@ -24,7 +24,7 @@ class TVBound(Result):
     Parameters
     ----------
     estimate : ½ Σ |share − prob|, biased upward.
-    corrected : the same less its estimated bias; a point estimate only, never a bound.
+    corrected : √(estimate² − E²), E its mean for a perfect sampler; a point estimate, not a bound.
     low, high : one-sided limits, each at `confidence`.
     n : draws; of two samples n_x·n_y / (n_x + n_y).
     law : the right law, or the two samples' common shares.
@@ -76,7 +76,9 @@ class TVBound(Result):
         )
 
 
-def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0.95) -> TVBound:
+def tv_upper_bound(
+    counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0.95, seed: int = 0
+) -> TVBound:
     """The smaller of two upper limits of TV, which share the error 1 − confidence as 1 : 4.
 
     Where law and n say beforehand that the second will not help, the first has it all.
@@ -93,6 +95,8 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     ----------
     counts : [vocab_size] or any shape (of several tokens jointly), draws of each.
     probs : same shape, the right law, known exactly; sums to 1.
+    seed : deals the draws to halves for `low`: one half chooses the set S of tokens that the
+        sampler prefers, the other gives the exact lower limit of P(S) − probs(S).
 
     Raises
     ------
@@ -102,19 +106,17 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     Notes
     -----
     Source: the first from Jensen and Clopper-Pearson; weights of Valiant and Valiant 2017, SIAM J.
-    Comput. 46. `low` is TV̂ less the largest bias it can have and √(ln 20 / 2n). Simulated coverage
-    and width in data/calibration/samplers.csv.
+    Comput. 46. Simulated coverage and width in data/calibration/samplers.csv.
 
     >>> bound = tv_upper_bound([500, 500], [0.5, 0.5])
     >>> bound.estimate, bound.low, 0.02 < bound.high < 0.04
     (0.0, 0.0, True)
     """
     c, q = checked(counts, probs)
-    n = int(c.sum())
+    n, alpha = int(c.sum()), 1 - confidence
     if not n:
-        return _empty(q, confidence)
-    share, alpha = c / n, 1 - confidence
-    estimate = float(np.abs(share - q).sum() / 2)
+        return _bound(math.nan, (0.0, 1.0), 0, confidence, q)
+    share = c / n
     part = _part(q, n, alpha)
     high = any_limit(lambda slope: np.maximum(slope * share - q, 0).sum(), n, part)
     if part < alpha:
@@ -122,19 +124,14 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
         pairs = c * (c - 1.0) / (n * (n - 1.0))
         u = float(((pairs - 2 * q * share + q * q) / w).sum())
         high = min(high, spread_limit(u, float((pairs / w**2).sum()), q, n, alpha - part))
-    return TVBound(
-        estimate=estimate,
-        corrected=max(0.0, 2 * estimate - float(mean_excess(share, q, n))),
-        low=_low(estimate, share, q, n, alpha),
-        high=min(high, 1.0),
-        n=n,
-        confidence=confidence,
-        law=q,
-    )
+    first, second = _halves(c, seed)
+    more = first > q * first.sum()
+    low = _share_limit(second, more, alpha) - q[more].sum()
+    return _bound(np.abs(share - q).sum() / 2, (low, high), n, confidence, q)
 
 
 def tv_upper_bound_two_samples(
-    counts_x: ArrayLike, counts_y: ArrayLike, *, confidence: float = 0.95
+    counts_x: ArrayLike, counts_y: ArrayLike, *, confidence: float = 0.95, seed: int = 0
 ) -> TVBound:
     """TV̂ + √(ln(1/(1 − confidence)) (1/n_x + 1/n_y) / 2), where neither law is known.
 
@@ -154,21 +151,14 @@ def tv_upper_bound_two_samples(
         raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
     _, law = checked(x + y)
     if not (x.sum() and y.sum()):
-        return _empty(law, confidence, known=False)
-    n = 1 / (1 / x.sum() + 1 / y.sum())
-    estimate = float(np.abs(share_x - share_y).sum() / 2)
-    slack = math.sqrt(-math.log(1 - confidence) / (2 * n))
-    noise = mean_excess(law, law, int(n))
-    return TVBound(
-        estimate=estimate,
-        corrected=max(0.0, estimate - noise),
-        low=max(0.0, estimate - noise - slack),
-        high=min(1.0, estimate + slack),
-        n=int(n),
-        confidence=confidence,
-        law=law,
-        known=False,
-    )
+        return _bound(math.nan, (0.0, 1.0), 0, confidence, law, known=False)
+    n, alpha = 1 / (1 / x.sum() + 1 / y.sum()), 1 - confidence
+    estimate = np.abs(share_x - share_y).sum() / 2
+    (first_x, second_x), (first_y, second_y) = _halves(x, seed), _halves(y, seed + 1)
+    more = first_x * first_y.sum() > first_y * first_x.sum()
+    low = _share_limit(second_x, more, alpha / 2) - 1 + _share_limit(second_y, ~more, alpha / 2)
+    high = estimate + math.sqrt(-math.log(alpha) / (2 * n))
+    return _bound(estimate, (low, high), int(n), confidence, law, known=False)
 
 
 def _part(q: np.ndarray, n: int, alpha: float) -> float:
@@ -193,12 +183,35 @@ def _perfect(bound: TVBound, n: float) -> float:
     return min(high, 1.0)
 
 
-def _low(estimate: float, share: np.ndarray, q: np.ndarray, n: int, alpha: float) -> float:
-    p = np.maximum(share, q)
-    return max(0.0, estimate - mean_excess(p, p, n) - math.sqrt(-math.log(alpha) / (2 * n)))
+def _halves(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The draws dealt to two halves by coins; given their sizes, independent of each other."""
+    first = np.random.default_rng(seed).binomial(counts, 0.5)
+    return first, counts - first
 
 
-def _empty(law: np.ndarray, confidence: float, *, known: bool = True) -> TVBound:
-    """Of no draws: anything is possible."""
-    limits = {"estimate": math.nan, "corrected": math.nan, "low": 0.0, "high": 1.0}
-    return TVBound(**limits, n=0, confidence=confidence, law=law, known=known)
+def _share_limit(counts: np.ndarray, tokens: np.ndarray, alpha: float) -> float:
+    """Exact lower limit of the probability of these tokens together."""
+    k, n = counts[tokens].sum(), counts.sum()
+    return float(stats.beta.ppf(alpha, k, n - k + 1)) if k else 0.0
+
+
+def _bound(
+    estimate: float,
+    limits: tuple[float, float],
+    n: int,
+    confidence: float,
+    law: np.ndarray,
+    *,
+    known: bool = True,
+) -> TVBound:
+    noise = mean_excess(law, law, n) if n else 0.0
+    return TVBound(
+        estimate=float(estimate),
+        corrected=math.sqrt(max(estimate**2 - noise**2, 0.0)),
+        low=float(max(limits[0], 0.0)),
+        high=float(min(limits[1], 1.0)),
+        n=n,
+        confidence=confidence,
+        law=law,
+        known=known,
+    )
