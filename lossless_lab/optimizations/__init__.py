@@ -12,6 +12,7 @@ from lossless_lab.optimizations import (
     compilation,
     kv_compression,
     precision,
+    pruning,
     quantization,
 )
 from lossless_lab.optimizations.batching import batch
@@ -21,7 +22,7 @@ from lossless_lab.optimizations.quantization import quantized
 
 CATALOGUE: dict[str, Optimization] = {
     entry.name: entry
-    for room in (precision, compilation, caches, batching, quantization, kv_compression)
+    for room in (precision, compilation, caches, batching, quantization, kv_compression, pruning)
     for entry in room.ENTRIES
 }
 

@@ -18,10 +18,10 @@ from lossless_lab.optimizations.entry import (
 )
 from lossless_lab.optimizations.witness import Observation
 
-_HEAD = ("lm_head",)
+HEAD = ("lm_head",)
 
 
-def quantized(fmt: str | Format | GgufFormat, *, skip: Sequence[str] = _HEAD) -> Optimization:
+def quantized(fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD) -> Optimization:
     """Weights of linear layers replaced by what `fmt` gives back; claims level 2, below 8 bits 3.
 
     Simulated: the arithmetic stays that of the network's dtype, and nothing becomes smaller or
@@ -66,7 +66,7 @@ def quantized(fmt: str | Format | GgufFormat, *, skip: Sequence[str] = _HEAD) ->
 
 
 def matrices(
-    network: nn.Module, *, skip: Sequence[str] = _HEAD
+    network: nn.Module, *, skip: Sequence[str] = HEAD
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(module name, weights [outputs, inputs]) of linear layers; a view, whatever the storage."""
     from transformers.pytorch_utils import Conv1D
@@ -78,7 +78,7 @@ def matrices(
 
 
 def already_on_grid(
-    network: nn.Module, fmt: str | Format | GgufFormat, *, skip: Sequence[str] = _HEAD
+    network: nn.Module, fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD
 ) -> tuple[str, ...]:
     """The linear layers whose weights lie on the grid of `fmt` as they are.
 

@@ -21,7 +21,7 @@ from lossless_lab.optimizations.entry import VACUOUS
 from lossless_lab.pipeline import answers, triage
 from lossless_lab.pipeline.asked import decoding_for, distinct, prompts_for, require_memory
 from lossless_lab.pipeline.causes import cause, no_law
-from lossless_lab.pipeline.controls import measured_floor
+from lossless_lab.pipeline.controls import measured_floor, measured_risk
 from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, sampler_of, supporting
 from lossless_lab.pipeline.recognition import applied, as_subject, tokenizer_of
 from lossless_lab.pipeline.subjects import Live, Stored, Subject
@@ -125,7 +125,8 @@ class Study:
         if key not in self._layers:
             completion = self._completion(prompt_id)
             ids = torch.tensor([completion.prompt_ids + completion.output_ids[:-1]])
-            self._layers[key] = compare_layers(*networks, ids).to_frame()
+            kept = getattr(networks[1], "layer_map", None)  # blocks that were dropped
+            self._layers[key] = compare_layers(*networks, ids, layer_map=kept).to_frame()
         return self._layers[key]
 
     def distribution(
@@ -243,7 +244,12 @@ class Study:
         if len(positions) == 0:
             sampled = None
         sides = (self.reference, candidate)
-        why = cause(*sides, evidence, given, floor=floor, sampled=sampled, progress=progress)
+        risk = None
+        if sampled is None:
+            risk = measured_risk(self.asked, self.completions, floor, self._variants)
+        why, partings = cause(
+            *sides, evidence, given, floor=floor, risk=risk, sampled=sampled, progress=progress
+        )
         figures = supporting(evidence)
         if counted := triage.exercised(candidate, evidence.candidate):
             figures["exercised"] = f"{counted[0]} of {counted[1]} positions"
@@ -253,4 +259,7 @@ class Study:
         frames = {"tokens": evidence.tokens.frame, "positions": positions}
         if floor is not None:
             frames["noise_floor"] = floor.to_frame()
+        if risk is not None:
+            parted = evidence.tokens.frame.set_index("prompt_id")["first_divergence"].dropna()
+            frames |= {"first_divergences": partings, "survival": risk.survival(parted=parted)}
         return {"answers": given, "cause": why, "supporting": figures, "evidence": frames}
