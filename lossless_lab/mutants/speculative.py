@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def named(**settings: float) -> list[Position]:
     return [processed(-np.log1p(t), -0.7 * np.log1p(d), **settings) for t, d in logits]
 
 
-def _rule(target=None, draft=None, **parts: Callable[[Position], np.ndarray]):
+def _roles(target=None, draft=None, **parts: Callable[[Position], np.ndarray | None]):
     """Roles as in the standard rule, of other laws for target and draft, then with other parts."""
 
     def roles(at: Position) -> Roles:
@@ -93,7 +94,7 @@ def _rule(target=None, draft=None, **parts: Callable[[Position], np.ndarray]):
         made = Roles(drawn=at.draft_probs, draft=q, target=p, rest=np.maximum(p - q, 0), bonus=p)
         return replace(made, **{name: law(at) for name, law in parts.items()})
 
-    return roles
+    return {"roles": roles}
 
 
 def _probs(at: Position, side: str, *, times: float = 1.0, bf16: bool = False, **changes):
@@ -108,152 +109,91 @@ def _raw(at: Position, side: str) -> np.ndarray:
 
 
 def _favourite(at: Position) -> np.ndarray:
-    q = at.draft_probs
-    return np.eye(q.shape[-1])[q.argmax(-1)]
+    return np.eye(at.draft_probs.shape[-1])[at.draft_probs.argmax(-1)]
 
 
 def _twice(at: Position) -> np.ndarray:
     return _probs(at, "target", times=1 / at.settings.get("temperature", 1.0))
 
 
-def _without_stop(at: Position) -> np.ndarray:
-    rest = np.maximum(at.target_probs - at.draft_probs, 0)
-    return rest * (np.arange(rest.shape[-1]) != _STOP)
+def _rest(at: Position) -> np.ndarray:
+    return np.maximum(at.target_probs - at.draft_probs, 0)
 
 
 def _bf16(probs: np.ndarray) -> np.ndarray:
     return torch.from_numpy(probs.copy()).bfloat16().double().numpy()
 
 
-_TOP_P_FIRST = ("temperature", "top_p", "top_k", "min_p")
-_WARM, _TOP, _BOTH = {"temperature": 0.7}, {"top_k": 6}, {"top_k": 8, "top_p": 0.8}
-
-
-def _mutant(name: str, kind: str, imitates: str, *, roles=None, settings=None, **rule):
-    """A mutant without a dose of its own."""
-    parts = {"roles": roles} if roles else {}
-    made = Rule(name=name, note=imitates, lossless=kind == "lossless", **parts, **rule)
-    return SpeculativeMutant(
-        name=name, kind=kind, imitates=imitates, build=lambda _: made, settings=settings or {}
-    )
-
-
-def _dosed(name: str, imitates: str, unit: str, doses: tuple[float, ...], rule: Callable):
-    """A mutant whose dose is a number in the rule."""
+def _mutant(name: str, kind: str, imitates: str, rule: Mapping | Callable, **options):
+    """A mutant whose rule has these parts, or those that the function makes of a dose."""
+    parts = rule if callable(rule) else lambda dose: rule
+    stated = {"name": name, "note": imitates, "lossless": kind == "lossless"}
 
     def build(dose: float) -> Rule:
-        return Rule(name=name, note=imitates, **rule(dose))
+        return Rule(**stated, **parts(dose))
 
-    return SpeculativeMutant(
-        name=name, kind="sampling", imitates=imitates, build=build, doses=doses, unit=unit
-    )
+    return SpeculativeMutant(name=name, kind=kind, imitates=imitates, build=build, **options)
 
 
-SPECULATIVE_MUTANTS = {
-    mutant.name: mutant
-    for mutant in (
-        _mutant(
-            "resample-from-target", "sampling", "after a rejection the target is drawn from",
-            roles=_rule(rest=lambda at: at.target_probs),
-        ),
-        _mutant(
-            "target-but-not-the-rejected", "sampling",
+_target, _draft = attrgetter("target_probs"), attrgetter("draft_probs")
+_SEEN, _EXACT, _FINE = KINDS
+_P_FIRST = ("temperature", "top_p", "top_k", "min_p")
+_MUTANTS = (
+    _mutant("resample-from-target", _SEEN, "after a rejection the target is drawn from",
+            _roles(rest=_target)),
+    _mutant("target-but-not-the-rejected", _SEEN,
             "after a rejection the target is drawn from, the rejected token barred",
-            roles=_rule(rest=lambda at: at.target_probs), strikes=True,
-        ),
-        _mutant(
-            "greedy-judged-soft", "sampling",
+            {**_roles(rest=_target), "strikes": True}),
+    _mutant("greedy-judged-soft", _SEEN,
             "greedy draft judged by its softmax (transformers issue 32867)",
-            roles=_rule(drawn=_favourite),
-        ),
-        _mutant(
-            "raw-for-processed", "sampling",
+            _roles(drawn=_favourite)),
+    _mutant("raw-for-processed", _SEEN,
             "draft filtered when drawn, raw when judged (transformers issue 47932)",
-            roles=_rule(draft=lambda at: _raw(at, "draft")), settings=_TOP,
-        ),
-        _dosed(
-            "other-temperature", "draft judged at another temperature than it was drawn at",
-            "temperature − 1", (1.0, 0.3, 0.1, 0.03, 0.01),
-            lambda dose: {"roles": _rule(
-                draft=lambda at: _probs(at, "draft", times=1 / (1 + dose))
-            )},
-        ),
-        _mutant(
-            "residual-of-raw-target", "sampling", "replacement from the unprocessed target",
-            roles=_rule(rest=lambda at: np.maximum(_raw(at, "target") - at.draft_probs, 0)),
-            settings=_TOP,
-        ),
-        _dosed(
-            "ratio-capped", "ratio clipped below 1", "1 − cap", (0.1, 0.03, 0.01, 0.003),
+            _roles(draft=lambda at: _raw(at, "draft")), settings={"top_k": 6}),
+    _mutant("other-temperature", _SEEN, "draft judged at another temperature than drawn at",
+            lambda dose: _roles(draft=lambda at: _probs(at, "draft", times=1 / (1 + dose))),
+            unit="temperature − 1"),
+    _mutant("residual-of-raw-target", _SEEN, "replacement from the unprocessed target",
+            _roles(rest=lambda at: np.maximum(_raw(at, "target") - at.draft_probs, 0)),
+            settings={"top_k": 6}),
+    _mutant("ratio-capped", _SEEN, "ratio clipped below 1",
             lambda dose: {"accept": lambda p, q, u: u <= np.minimum(p / q, 1 - dose)},
-        ),
-        _dosed(
-            "ensemble", "verification relaxed towards the draft, by design (arXiv 2604.07622)",
-            "weight of the draft", (0.3, 0.1, 0.03, 0.01),
+            unit="1 − cap", doses=(0.1, 0.03, 0.01, 0.003)),
+    _mutant("ensemble", _SEEN, "verification relaxed towards the draft, by design (2604.07622)",
             lambda dose: {"accept": lambda p, q, u: u <= dose + (1 - dose) * p / q},
-        ),
-        _mutant(
-            "bonus-from-draft", "sampling", "the token after γ accepted ones is the draft's",
-            roles=_rule(bonus=lambda at: at.draft_probs),
-        ),
-        _mutant(
-            "one-uniform", "sampling", "the number that rejected also draws the replacement",
-            one_uniform=True,
-        ),
-        _mutant(
-            "one-position-late", "sampling", "judged by the target's law one position earlier",
-            roles=_rule(target=lambda at: at.previous_probs),
-        ),
-        _mutant(
-            "tree-not-pruned", "sampling",
+            unit="weight of the draft", doses=(0.3, 0.1, 0.03, 0.01)),
+    _mutant("bonus-from-draft", _SEEN, "the token after γ accepted ones is the draft's",
+            _roles(bonus=_draft)),
+    _mutant("one-uniform", _SEEN, "the number that rejected also draws the replacement",
+            {"one_uniform": True}),
+    _mutant("one-position-late", _SEEN, "judged by the target's law one position earlier",
+            _roles(target=attrgetter("previous_probs"))),
+    _mutant("tree-not-pruned", _SEEN,
             "a second candidate judged as if the first had not been rejected",
-            n_candidates=2, then=lambda at, roles: at,
-        ),
-        _mutant(
-            "temperature-twice", "sampling", "the target's temperature applied twice",
-            roles=_rule(target=_twice), settings=_WARM,
-        ),
-        _mutant(
-            "top-p-first", "sampling", "the target's top-p before its top-k, not after",
-            roles=_rule(target=lambda at: _probs(at, "target", order=_TOP_P_FIRST)), settings=_BOTH,
-        ),
-        _mutant(
-            "stop-token-barred", "sampling", "the stop token is never a replacement",
-            roles=_rule(rest=_without_stop),
-        ),
-        _mutant(
-            "bf16-probs-drawn", "exact law only", "drawn from bf16 probabilities, judged in fp32",
-            roles=_rule(drawn=lambda at: _bf16(at.draft_probs)),
-        ),
-        _mutant(
-            "bf16-logits-drawn", "exact law only", "drawn from bf16 logits, judged in fp32",
-            roles=_rule(drawn=lambda at: _probs(at, "draft", bf16=True)),
-        ),
-        _mutant(
-            "strict", "lossless", "accepted where u < ratio, not ≤",
-            accept=lambda p, q, u: u < p / q,
-        ),
-        _mutant(
-            "no-bonus", "lossless", "no token after γ accepted ones: slower",
-            roles=_rule(bonus=lambda at: None),
-        ),
-        _mutant(
-            "residual-not-normalised", "lossless", "weights not summing to 1, drawn in proportion",
-            roles=_rule(rest=lambda at: 7 * np.maximum(at.target_probs - at.draft_probs, 0)),
-        ),
-        _mutant(
-            "temperature-twice-at-1", "lossless", "the temperature applied twice, and it is 1",
-            roles=_rule(target=_twice), settings={"temperature": 1.0},
-        ),
-        _mutant(
-            "accept-if-equal", "lossless",
+            {"n_candidates": 2, "then": lambda at, roles: at}),
+    _mutant("temperature-twice", _SEEN, "the target's temperature applied twice",
+            _roles(target=_twice), settings={"temperature": 0.7}),
+    _mutant("top-p-first", _SEEN, "the target's top-p before its top-k, not after",
+            _roles(target=lambda at: _probs(at, "target", order=_P_FIRST)),
+            settings={"top_k": 8, "top_p": 0.8}),
+    _mutant("stop-token-barred", _SEEN, "the stop token is never a replacement",
+            _roles(rest=lambda at: _rest(at) * (np.arange(at.target_probs.shape[-1]) != _STOP))),
+    _mutant("bf16-probs-drawn", _EXACT, "drawn from bf16 probabilities, judged in fp32",
+            _roles(drawn=lambda at: _bf16(at.draft_probs))),
+    _mutant("bf16-logits-drawn", _EXACT, "drawn from bf16 logits, judged in fp32",
+            _roles(drawn=lambda at: _probs(at, "draft", bf16=True))),
+    _mutant("strict", _FINE, "accepted where u < ratio, not ≤",
+            {"accept": lambda p, q, u: u < p / q}),
+    _mutant("no-bonus", _FINE, "no token after γ accepted ones: slower",
+            _roles(bonus=lambda at: None)),
+    _mutant("residual-not-normalised", _FINE, "weights not summing to 1, drawn in proportion",
+            _roles(rest=lambda at: 7 * _rest(at))),
+    _mutant("temperature-twice-at-1", _FINE, "the temperature applied twice, and it is 1",
+            _roles(target=_twice), settings={"temperature": 1.0}),
+    _mutant("accept-if-equal", _FINE,
             "a token drawn from the target, the draft's counted as accepted if equal: slow",
-            roles=_rule(rest=lambda at: at.target_probs), strikes=True,
-            accept=lambda p, q, u: u < p,
-        ),
-        _mutant(
-            "two-candidates", "lossless", "a second candidate, judged by what the first left",
-            n_candidates=2,
-        ),
-    )
-}  # fmt: skip
+            {**_roles(rest=_target), "strikes": True, "accept": lambda p, q, u: u < p}),
+    _mutant("two-candidates", _FINE, "a second candidate, judged by what the first left",
+            {"n_candidates": 2}),
+)  # fmt: skip
+SPECULATIVE_MUTANTS = {mutant.name: mutant for mutant in _MUTANTS}
