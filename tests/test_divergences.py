@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lossless_lab.statistical import laws
+from lossless_lab.statistical import distances, laws
 from lossless_lab.statistical.divergences import (
     MEASURES,
     by_prompt,
@@ -257,9 +257,39 @@ def test_mutants_are_caught(tiny_logits, mutate):
 
 
 def test_a_missing_renormalisation_is_caught(tiny_logits, monkeypatch):
-    plain = torch.log1p
-    monkeypatch.setattr(laws.torch, "log1p", lambda x: plain(x) * 0 + 1e-3)
+    monkeypatch.setattr(distances.torch, "softmax", lambda x, dim, out: torch.exp(x, out=out))
+    monkeypatch.setattr(distances, "_law", lambda x: (x.double().exp(), x.double()))
     assert not agree(divergences(*tiny_logits).frame, independent(*tiny_logits))
+
+
+@pytest.mark.parametrize("kind", ("random", "peaked"))
+def test_only_what_float32_cannot_give_is_computed_in_float64(kind, monkeypatch):
+    again = []
+    slow = distances._in_float64
+    monkeypatch.setattr(distances, "_in_float64", lambda a, *r: again.append(len(a)) or slow(a, *r))
+    for scale in (0, 2e-6, 1e-3, 0.1, 1.0):
+        divergences(*(z[None] for z in rows(kind, 700, scale, torch.float32)))
+    assert not again
+    pairs = [rows(name, 97, 1e-3, torch.float32) for name in KINDS]
+    found = divergences(*map(torch.stack, zip(*pairs, strict=True))).frame
+    assert again == [5]  # masked, filtered, shifted, rare and far
+    alone = pd.concat([divergences(a[None], b[None]).frame for a, b in pairs], ignore_index=True)
+    pd.testing.assert_frame_equal(found, alone.assign(position=range(len(KINDS))), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1000, 4096])
+def test_the_likeliest_tokens_without_sorting_all(size):
+    x = torch.randint(0, 50, (20, size), generator=torch.Generator().manual_seed(size)).float()
+    x[3, size // 2], x[4] = math.nan, -INF
+    k = min(10, size)
+    first, values, ids = distances.likeliest(x, k)
+    assert torch.equal(first, x.argmax(-1))
+    torch.testing.assert_close(values, x.topk(k).values, equal_nan=True)
+    finite = torch.arange(20) != 4
+    torch.testing.assert_close(
+        x.gather(1, ids.clamp(max=size - 1))[finite], values[finite], equal_nan=True
+    )
+    assert all(len(set(row)) == k for row in ids.tolist())
 
 
 def test_infinite_kl_names_the_likeliest_lost_token():
@@ -300,7 +330,7 @@ def test_temperature_changes_the_laws_and_not_the_logits(tiny_logits):
     warm, plain = divergences(a, b, temperature=0.7).frame, divergences(a, b).frame
     assert agree(warm[list(MEASURES)], independent(a / 0.7, b / 0.7)[list(MEASURES)])
     for name in ("reference_margin", "logit_rms", "reference_top_id"):
-        assert warm[name].equals(plain[name])
+        np.testing.assert_allclose(warm[name], plain[name], rtol=1e-5)
 
 
 def test_columns_ids_and_an_empty_prompt():

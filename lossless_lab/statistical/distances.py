@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.linalg import vecdot
@@ -15,35 +16,151 @@ MEASURES = (
 )
 MORE = ("hellinger", "reference_entropy_nats", "candidate_entropy_nats")
 LOGPROBS = ("reference_logprob", "candidate_logprob")
+LOGITS = ("logit_rms", "logit_peak")
+_BLOCK = 128  # logits whose maximum stands for them while the largest are sought
+_LARGE = 0.05**3 / 12  # x − 2 tanh(x/2) at x = 0.05, from where it cancels too little to matter
 
 
 def distances(
-    a: torch.Tensor, b: torch.Tensor, tokens: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    *,
+    room: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """MEASURES and MORE of each row, in float64; p = softmax(a), q = softmax(b), δ = ln(q/p).
+    """MEASURES, MORE and LOGITS of each row; p = softmax(a), q = softmax(b), δ = ln(q/p).
 
-    With M the larger of p and q, w = −|δ| and e = e^w − 1, every term is M times a function of w
-    that is ≥ 0: e − w for the KL from the larger side, e·w − (e − w) for the one from the smaller,
-    −e/2 for TV, and so on. Nothing overflows, and what cancels is of relative size 1e-16/|δ|.
-    A token masked (−inf) on both sides adds nothing, on one side its mass.
+    Everything follows from e = e^δ − 1 and t = tanh(δ/2): with w = q − p = p·e ≥ 0 where δ ≥ 0,
+    Σ w·δ is the sum of both KL, Σ (p + q)(δ − 2t) their difference, and no term cancels. δ comes
+    from the raw difference b − a, less Σ p (b − a), less ln of what is then missing from 1.
+    Rows in float32 that this cannot give to 5e-5 (tokens masked, an offset between both sides far
+    above their distance, |δ| ≥ 10) are computed again in float64.
 
     Parameters
     ----------
-    a, b : [rows, vocab_size]; as few rows as `laws.chunks` gives, since temporaries are float64
+    a, b : [rows, vocab_size]; as few rows as `laws.chunks` gives, so that all stays in the cache
         Of a row with NaN, +inf or no finite entry comes nothing useful: `laws.why_undefined`.
     tokens : [rows] of token ids, optional
         Adds LOGPROBS, ln p and ln q of this token.
+    room : six tensors like a, optional
+        Where intermediate results go; the same for every chunk saves most of the time.
 
     Returns
     -------
-    dict of [rows]
-        Hellinger is √(½ Σ (√p − √q)²); entropies are −Σ p ln p.
+    dict of [rows], float64
+        Hellinger is √(½ Σ (√p − √q)²); entropies are −Σ p ln p; logit_rms and logit_peak are RMS
+        and largest absolute value over the vocabulary of the centred difference of the logits.
 
     Examples
     --------
     >>> row = torch.tensor([[1.0, 2.0]])
     >>> [float(v) for v in distances(row, row).values()][:5]
     [0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    if a.dtype == torch.float64:
+        return _in_float64(a, b, tokens)
+    found, sure = _in_float32(a, b, likeliest(a, 1)[0][:, None], tokens, room)
+    if len(rows := torch.nonzero(~sure)[:, 0]):
+        again = _in_float64(a[rows], b[rows], None if tokens is None else tokens[rows])
+        for name, value in again.items():
+            found[name][rows] = value
+    return found
+
+
+def likeliest(z: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`argmax`, and values and ids of the k largest entries of each row, largest first.
+
+    They lie in the k blocks with the largest maxima; only those are sorted. NaN counts as largest.
+
+    Examples
+    --------
+    >>> first, values, ids = likeliest(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 3)
+    >>> first.tolist(), values.tolist(), sorted(ids[0].tolist())
+    ([1], [[3.0, 3.0, 2.0]], [1, 2, 3])
+    """
+    padded = torch.nn.functional.pad(z, (0, -z.shape[-1] % _BLOCK), value=-math.inf)
+    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    largest = blocks.amax(-1)
+    block = largest.argmax(-1)
+    inside = blocks[torch.arange(len(z), device=z.device), block].argmax(-1)
+    where = largest.topk(min(k, largest.shape[-1]), -1).indices
+    kept = blocks.gather(1, where[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    values, i = kept.topk(k, -1)
+    ids = where.gather(1, i // _BLOCK) * _BLOCK + i % _BLOCK
+    return block * _BLOCK + inside, values, ids
+
+
+def _in_float32(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    top: torch.Tensor,
+    tokens: torch.Tensor | None,
+    room: Sequence[torch.Tensor] | None,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The distances, and which rows of them hold; top: [rows, 1], a likeliest token of a.
+
+    Out of room, which may be none: torch then makes new tensors, and a compiler fuses all.
+    """
+    x, p, d, e, w, z = [None] * 6 if room is None else room
+
+    def sum_of(f: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return torch.mul(f, g, out=z).sum(-1)
+
+    x = torch.sub(a, a.gather(-1, top), out=x)
+    p = torch.softmax(x, -1, out=p)
+    d = torch.sub(b, a, out=d)
+    offset = sum_of(p, d)
+    d.sub_(offset[:, None])
+    mean, low, high = d.mean(-1), d.amin(-1), d.amax(-1)
+    peak = torch.maximum(high - mean, mean - low)
+    rms = (sum_of(d, d) / d.shape[-1] - mean * mean).clamp_(min=0).sqrt()
+    e = torch.expm1(d, out=e)
+    missing = sum_of(p, e)[:, None]
+    d.sub_(missing.log1p())
+    e.sub_(missing).div_(missing + 1)
+    w = torch.mul(p, e, out=w)
+    p_x, w_x, both_ways = sum_of(p, x), sum_of(w, x), sum_of(w, d)
+    if tokens is not None:
+        ln_p, change = (y.gather(-1, tokens[:, None])[:, 0].double() for y in (x, d))
+    p_top = p.gather(-1, top)
+    rest = p.scatter_(-1, top, 0).sum(-1)  # 1 − p(top), to all its digits
+    both = p.scatter_(-1, top, p_top).mul_(2).add_(w)
+    e.div_(torch.add(e, 2, out=z))
+    x = torch.sub(d, e, alpha=2, out=x)
+    x.sub_(torch.clamp(x, -_LARGE, _LARGE, out=z))
+    z = torch.mul(d, d, out=z)
+    x.add_(z.mul_(d).mul_(1 / 12).clamp_(-_LARGE, _LARGE))
+    asymmetry = sum_of(both, x)
+    e.square_().neg_()
+    js = (both_ways + sum_of(both, torch.log1p(e, out=d))) / 4
+    x = torch.add(e, 1, out=x).sqrt_().add_(1)
+    squared = sum_of(both, e.div_(x)).abs() / 2
+    w.scatter_(-1, top, 0)
+    up = torch.clamp(w, min=0, out=z).sum(-1)
+    tv = torch.maximum(up, up - w.sum(-1))
+    forward, backward = (both_ways - asymmetry) / 2, (both_ways + asymmetry) / 2
+    ln_total = -torch.log1p(-rest.double())
+    entropy = ln_total - p_x
+    values = (forward, backward, js, tv, squared.clamp(max=1).sqrt(), entropy)
+    values = (*values, entropy - w_x - backward, rms, peak)
+    found = {n: v.double() for n, v in zip((*MEASURES, *MORE, *LOGITS), values, strict=True)}
+    for name, most in zip(MEASURES, (math.inf, math.inf, math.log(2), 1), strict=True):
+        found[name].clamp_(0, most)
+    if tokens is not None:
+        found |= zip(LOGPROBS, (ln_p - ln_total, ln_p - ln_total + change), strict=True)
+    slip = offset.abs() * 2**-23  # of δ, from the rounding of b − a
+    sure = (torch.maximum(high, -low) < 10) & (slip * rest <= 5e-5 * tv)
+    return found, sure & (slip * tv <= 5e-5 * torch.minimum(forward, backward))
+
+
+def _in_float64(
+    a: torch.Tensor, b: torch.Tensor, tokens: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The same by float64, tokens masked (−inf) included: on both sides they add nothing.
+
+    With M the larger of p and q, v = −|δ| and e = e^v − 1, every term is M times a function of v
+    that is ≥ 0: e − v for the KL from the larger side, e·v − (e − v) for the one from the smaller,
+    −e/2 for TV, and so on. Nothing overflows, and what cancels is of relative size 1e-16/|δ|.
     """
     (p, ln_p), (q, ln_q) = _law(a), _law(b)
     delta = ln_q - ln_p
@@ -83,7 +200,21 @@ def distances(
         (tv + alone / 2).clamp(0, 1),
     )
     squared = (hellinger + alone / 2).clamp(0, 1)
-    return dict(zip(MEASURES, values, strict=True)) | {MORE[0]: squared.sqrt()} | rest
+    return (
+        dict(zip(MEASURES, values, strict=True)) | {MORE[0]: squared.sqrt()} | rest | _centred(a, b)
+    )
+
+
+def _centred(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """LOGITS, as numerical.noise's centred_rms and centred_peak, in the chunk's own precision."""
+    both = torch.isneginf(a) & torch.isneginf(b)
+    d = (b - a).masked_fill_(both, 0)
+    n = a.shape[-1] - both.sum(-1, True)
+    centred = d.sub_(d.sum(-1, True) / n).masked_fill_(both, 0)
+    peak = centred.abs().amax(-1).double()
+    rms = (centred.square_().sum(-1).double() / n[:, 0]).sqrt()
+    found = zip(LOGITS, (rms, peak), strict=True)  # NaN where −inf on one side only
+    return {name: torch.where(x.isnan(), math.inf, x) for name, x in found}
 
 
 def _law(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

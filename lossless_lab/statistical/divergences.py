@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from ..results import Result
-from .distances import LOGPROBS, MEASURES, MORE, distances
+from .distances import LOGITS, LOGPROBS, MEASURES, MORE, distances, likeliest
 from .laws import (
     Law,
     chunks,
@@ -97,7 +97,7 @@ def divergences(
 ) -> Divergences:
     """KL both ways, JS, TV, Hellinger of softmax(logits / temperature) at each position.
 
-    In small chunks in float64, whatever the dtype; formulas: `distances.distances`.
+    In small chunks, precise to 1e-4 from float32 and below; formulas: `distances.distances`.
     Means over positions are per-token figures: a sequence of T tokens has TV up to T times that.
 
     Parameters
@@ -142,10 +142,11 @@ def divergences(
             raise ValueError(f"`{name}` must hold one id per position, {len(x)}; got {len(given)}")
     t, correct = positive(temperature), _inside(correct_ids, x)
     token_ids = correct_ids if token_ids is None else token_ids
-    pieces = [
-        _measured(*sides, t, None if correct is None else correct[i : i + len(sides[0])])
-        for i, *sides in chunks(x, y)
-    ] or [_measured(x, y, t, correct)]
+    given, pieces, room = list(chunks(x, y)) or [(0, x, y)], [], None
+    for i, *sides in given:
+        room = room or [torch.empty(sides[0].shape, device=x.device) for _ in range(6)]
+        now = None if correct is None else correct[i : i + len(sides[0])]
+        pieces.append(_measured(*sides, t, now, room))
     ids = [pd.NA] * len(x) if token_ids is None else [int(i) for i in token_ids]
     columns = {name: torch.cat([p[name] for p in pieces]).numpy() for name in pieces[0]}
     frame = pd.DataFrame(
@@ -186,23 +187,27 @@ def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measured(
-    x: torch.Tensor, y: torch.Tensor, temperature: float, correct: torch.Tensor | None
+    x: torch.Tensor,
+    y: torch.Tensor,
+    temperature: float,
+    correct: torch.Tensor | None,
+    room: list[torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Every numeric column of one chunk."""
     a, b = wide(x, y)
-    scaled = (a, b) if temperature == 1 else (a / temperature, b / temperature)
-    laws = distances(*scaled, correct)
-    rest = {name: laws.pop(name) for name in (*MORE, *LOGPROBS) if name in laws}
+    scaled = (a, b) if temperature == 1 else (a.double() / temperature, b.double() / temperature)
+    laws = distances(*scaled, correct, room=[z[: len(a)] for z in room])
+    rest = {name: laws.pop(name) for name in (*MORE, *LOGITS, *LOGPROBS) if name in laws}
     k = min(TOP_K, a.shape[-1])
-    (top, mine), (_, theirs) = (z.topk(k, -1) for z in (a, b))
+    (best, top, mine), (other, peak, theirs) = (likeliest(z, k) for z in (a, b))
     shared = (mine[:, :, None] == theirs[:, None]).any(-1).sum(-1).double() / k
-    best = x.argmax(-1), y.argmax(-1)
-    bad = ~(torch.isfinite(a.amax(-1)) & torch.isfinite(b.amax(-1)))  # amax lets NaN through
+    bad = ~(torch.isfinite(top[:, 0]) & torch.isfinite(peak[:, 0]))
     margin = top[:, 0].double() - top[:, min(1, k - 1)].double()
-    rest = {"top10_overlap": shared, "reference_margin": margin, **_centred(a, b)} | rest
+    raw = {name: rest.pop(name) * temperature for name in LOGITS}
+    rest = {"top10_overlap": shared, "reference_margin": margin, **raw} | rest
     columns = {name: value.masked_fill(bad, math.nan) for name, value in (laws | rest).items()}
-    tops = {"reference_top_id": best[0], "candidate_top_id": best[1]}
-    agree = {"top1_agree": (best[0] == best[1]) & ~bad}
+    tops = {"reference_top_id": best, "candidate_top_id": other}
+    agree = {"top1_agree": (best == other) & ~bad}
     laws, rest = ({name: columns[name] for name in part} for part in (laws, rest))
     return {name: value.cpu() for name, value in (laws | agree | tops | rest).items()}
 
@@ -218,18 +223,6 @@ def _inside(ids: Sequence[int] | None, logits: torch.Tensor) -> torch.Tensor | N
             f"`correct_ids` must be below {logits.shape[1]}; got {int(found[i])} at position {i}"
         )
     return found
-
-
-def _centred(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As numerical.noise's centred_rms and centred_peak, in the chunk's own precision."""
-    both = torch.isneginf(a) & torch.isneginf(b)
-    d = (b - a).masked_fill_(both, 0)
-    n = a.shape[-1] - both.sum(-1, True)
-    centred = d.sub_(d.sum(-1, True) / n).masked_fill_(both, 0)
-    peak = centred.abs().amax(-1).double()
-    rms = (centred.square_().sum(-1).double() / n[:, 0]).sqrt()
-    found = {"logit_rms": rms, "logit_peak": peak}  # NaN where −inf on one side only
-    return {name: torch.where(x.isnan(), math.inf, x) for name, x in found.items()}
 
 
 def _undefined(
