@@ -125,7 +125,7 @@ def text_scores(reference: str, candidate: str) -> TextScores:
     )
     chrf = CHRF()
     scores = [min(m.sentence_score(candidate, [reference]).score, 100.0) for m in (bleu, chrf)]
-    rouge = _rouge(_words(reference), _words(candidate))
+    rouge = _rouge(words(reference), words(candidate))
     equal = reference == candidate
     if equal:
         scores, rouge = [100.0, 100.0], (1.0, 1.0, 1.0)
@@ -149,7 +149,12 @@ _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]")
 _WORD = re.compile(_CJK.pattern + r"|[^\W_]+?(?=" + _CJK.pattern + r"|[\W_]|$)")
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Lower-case words; of Chinese, Japanese and Korean each character, punctuation included.
+
+    >>> words("KV缓存 is 4 GiB.")
+    ['kv', '缓', '存', 'is', '4', 'gib']
+    """
     return _WORD.findall(text.lower())
 
 

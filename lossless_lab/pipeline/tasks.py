@@ -1,0 +1,132 @@
+"""A model answers task items: by the likeliest of the choices, or freely; one row per item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.engines.protocol import complete
+from lossless_lab.engines.transformers_engine import TransformersEngine
+from lossless_lab.prompts.task_items import Task
+from lossless_lab.semantic.tasks import COLUMNS, answer_scores
+
+_TOKENS = 2048  # of one pass over prompts, all of one length
+
+
+@torch.inference_mode()
+def choose(model: Any, tasks: Sequence[Task], *, progress: bool = True) -> pd.DataFrame:
+    """Σ log p of each choice after its prompt, in nats; the answer is the likeliest choice.
+
+    The prompt and each choice are tokenised apart and joined, so that every choice follows the
+    same ids. Each prompt is computed once; its cache is shared by its choices.
+
+    Parameters
+    ----------
+    model : as `models.load` returns it.
+    tasks : choice items.
+
+    Returns
+    -------
+    DataFrame
+        `semantic.tasks.COLUMNS`, and chosen (the text) and logprobs_nats (of the choices).
+
+    Raises
+    ------
+    ValueError
+        For no items, items without choices, and logits that are not finite.
+    """
+    if not tasks or any(task.choices is None for task in tasks):
+        raise ValueError("`tasks` must be one or more items with `choices`")
+    tokenizer = model.tokenizer
+    prompts = [tokenizer(task.prompt)["input_ids"] for task in tasks]
+    endings = [
+        [tokenizer(c, add_special_tokens=False)["input_ids"] for c in t.choices] for t in tasks
+    ]
+    found: dict[int, list[float]] = {}
+    batches = [*_batches(prompts, endings)]
+    for batch in tqdm(batches, disable=not progress, unit="batch"):
+        ids = torch.tensor([prompts[i] for i in batch])
+        values = _logprobs(model.network, ids, [endings[i] for i in batch])
+        found |= dict(zip(batch, values, strict=True))
+    rows = []
+    for i, task in enumerate(tasks):
+        logprobs = np.array(found[i])
+        if not np.isfinite(logprobs).all():
+            raise ValueError(f"item {task.id!r}: log-likelihoods of the choices are {logprobs}")
+        best = int(logprobs.argmax())
+        margin = logprobs[task.answer] - np.delete(logprobs, task.answer).max()
+        rows.append(
+            _row(task, best == task.answer, margin, 1 / len(logprobs))
+            | {"chosen": task.choices[best], "logprobs_nats": logprobs.round(6).tolist()}
+        )
+    return pd.DataFrame(rows)
+
+
+def answer(
+    model: Any, tasks: Sequence[Task], *, max_new_tokens: int = 16, batch_size: int = 8
+) -> pd.DataFrame:
+    """Greedy answers, cut at the first line; right where a right answer's words are all there.
+
+    Returns
+    -------
+    DataFrame
+        `semantic.tasks.COLUMNS` (margin NaN, chance 0), the text, exact, recall and f1.
+    """
+    if not tasks or any(task.answers is None for task in tasks):
+        raise ValueError("`tasks` must be one or more items with `answers`")
+    engine = TransformersEngine(model, batch_size=batch_size)
+    decoding = Decoding(max_new_tokens=max_new_tokens)
+    prompts = [model.tokenizer(task.prompt)["input_ids"] for task in tasks]
+    batches = complete(engine, prompts, decoding)
+    rows = []
+    for task, done in zip(tasks, (one for _, batch in batches for one in batch), strict=True):
+        text = done.text.strip().split("\n")[0]
+        scores = answer_scores(text, task.answers)
+        rows.append(_row(task, scores["recall"] == 1, np.nan, 0.0) | {"text": text} | scores)
+    return pd.DataFrame(rows)
+
+
+def _row(task: Task, right: bool, margin: float, chance: float) -> dict:
+    group = task.group if task.group is not None else task.prompt
+    values = (task.id, task.category, group, bool(right), float(margin), chance)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _batches(prompts: list[list[int]], endings: list[list[list[int]]]) -> Iterator[list[int]]:
+    """Items whose prompts have one length and that have as many choices: none needs padding."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for i, (prompt, choices) in enumerate(zip(prompts, endings, strict=True)):
+        kinds.setdefault((len(prompt), len(choices)), []).append(i)
+    for (length, _), items in sorted(kinds.items()):
+        size = max(1, _TOKENS // length)
+        yield from (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _logprobs(network: Any, ids: torch.Tensor, endings: list[list[list[int]]]) -> list[list[float]]:
+    """Log-likelihood of each choice of each row."""
+    n_choices = len(endings[0])
+    flat = [ids_ for choices in endings for ids_ in choices]
+    lengths = torch.tensor([len(c) for c in flat])
+    padded = torch.zeros(len(flat), int(lengths.max()), dtype=torch.long)
+    for row, choice in zip(padded, flat, strict=True):
+        row[: len(choice)] = torch.tensor(choice)
+    out = network(ids.to(network.device), use_cache=True, logits_to_keep=1)
+    first = out.logits[:, -1:].repeat_interleave(n_choices, 0)
+    logits = first
+    if padded.shape[1] > 1:
+        cache = out["cache"]
+        cache.batch_repeat_interleave(n_choices)
+        rest = network(padded[:, :-1].to(network.device), cache=cache, use_cache=True).logits
+        logits = torch.cat([first, rest], 1)
+    picked = torch.empty(len(flat))
+    for i, (row, choice) in enumerate(zip(logits, padded.to(logits.device), strict=True)):
+        n = int(lengths[i])
+        logprobs = row[:n].float().log_softmax(-1).gather(1, choice[:n, None])
+        picked[i] = logprobs.sum()
+    return picked.reshape(-1, n_choices).tolist()
