@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lossless_lab.models.places import nearest
 from lossless_lab.optimizations import (
+    adapters,
     batching,
     caches,
     compilation,
@@ -22,7 +23,16 @@ from lossless_lab.optimizations.quantization import quantized
 
 CATALOGUE: dict[str, Optimization] = {
     entry.name: entry
-    for room in (precision, compilation, caches, batching, quantization, kv_compression, pruning)
+    for room in (
+        precision,
+        compilation,
+        caches,
+        batching,
+        quantization,
+        kv_compression,
+        pruning,
+        adapters,
+    )
     for entry in room.ENTRIES
 }
 
