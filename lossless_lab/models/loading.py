@@ -182,8 +182,18 @@ def state_sha256(network) -> str:
     import torch
 
     digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
+    parts = (part for item in sorted(network.state_dict().items()) for part in _parts(*item))
+    for name, tensor in parts:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
     return f"state:{digest.hexdigest()}"
+
+
+def _parts(name, tensor):
+    """A tensor, or those that a packed one (of torchao, say) is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lossless_lab.models.places import nearest
 from lossless_lab.optimizations import (
+    activations,
     adapters,
     batching,
     caches,
@@ -32,6 +33,7 @@ CATALOGUE: dict[str, Optimization] = {
         kv_compression,
         pruning,
         adapters,
+        activations,
     )
     for entry in room.ENTRIES
 }

@@ -17,8 +17,9 @@ def silence_one_mlp(network: nn.Module) -> nn.Module:
     if not found:
         raise ValueError("`network` has no submodule named `mlp` to silence")
     linears = [m for m in found[len(found) // 2].modules() if hasattr(m, "weight")]
-    with torch.no_grad():
-        linears[-1].weight.zero_()
+    weight = linears[-1].weight
+    zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)  # packed or not
+    linears[-1].weight = nn.Parameter(zeros)
     return network
 
 

@@ -69,12 +69,18 @@ def matrices(
     network: nn.Module, *, skip: Sequence[str] = HEAD
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(module name, weights [outputs, inputs]) of linear layers; a view, whatever the storage."""
+    for name, module in linears(network, skip=skip):
+        weight = module.weight.detach()
+        yield name, weight if isinstance(module, nn.Linear) else weight.T
+
+
+def linears(network: nn.Module, *, skip: Sequence[str] = HEAD) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of linear layers, transformers' Conv1D among them, besides `skip`."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not set(skip) & set(name.split(".")):
-            weight = module.weight.detach()
-            yield name, weight.T if isinstance(module, Conv1D) else weight
+            yield name, module
 
 
 def already_on_grid(

@@ -1,0 +1,225 @@
+"""Activations in 8 bits: simulated with scales found anew or calibrated, and torchao's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lossless_lab.number_formats import Format, GgufFormat, number_format
+from lossless_lab.optimizations.entry import Optimization, copied, every_position
+from lossless_lab.optimizations.faults import silence_one_mlp
+from lossless_lab.optimizations.quantization import HEAD, linears, quantized
+from lossless_lab.optimizations.witness import Observation
+
+STEPS = 127  # of int8 on either side of zero
+_KEPT = 4096  # values of one module and one document that scales are calibrated on
+_CLIPS = torch.logspace(-2, 0, 60)  # shares of the largest value that "least error" tries
+
+
+def dynamic(
+    weights: str | Format | GgufFormat = "int8-channel",
+    *,
+    fmt: str | Format | GgufFormat = "int8-channel",
+    skip: Sequence[str] = HEAD,
+) -> Optimization:
+    """Weights in one format, inputs of linear layers in `fmt`, a scale for each token found anew.
+
+    Simulated; claims level 2 where both have 8 bits, else 3.
+    """
+    fmt, weights = number_format(fmt), number_format(weights)
+
+    def rounding(name: str) -> Callable:
+        return lambda x: (fmt.fitted(x.shape[-1]).round(x.float().contiguous()).to(x.dtype), 0)
+
+    name = f"{weights.name}-act-{fmt.name}-dynamic"
+    return _entry(name, weights, rounding, skip, eight=min(fmt.bits, weights.bits) >= 8)
+
+
+def static(
+    scales: Mapping[str, float],
+    weights: str | Format | GgufFormat = "int8-channel",
+    *,
+    skip: Sequence[str] = HEAD,
+) -> Optimization:
+    """The same with one int8 scale for each layer, as `calibrate` finds it; claims level 2.
+
+    What lies beyond 127 steps saturates; the witness tells how much did.
+    """
+    weights = number_format(weights)
+
+    def rounding(name: str) -> Callable:
+        if name not in scales:
+            raise ValueError(f"`scales` must have one for each layer; {name} has none")
+        return partial(_to_steps, scale=scales[name])
+
+    name = f"{weights.name}-act-int8-static"
+    return _entry(name, weights, rounding, skip, eight=weights.bits >= 8)
+
+
+def calibrate(
+    network: nn.Module,
+    rows: Sequence[Sequence[int]],
+    *,
+    percentile: float = 99.9,
+    skip: Sequence[str] = HEAD,
+) -> pd.DataFrame:
+    """int8 scales of the inputs of linear layers from texts, by three rules.
+
+    Parameters
+    ----------
+    network : causal language model, or result of `load`.
+    rows : token ids of the calibration documents, apart from those that are judged on.
+    percentile : of |x|, that the rule of that name puts on the last step.
+
+    Returns
+    -------
+    DataFrame
+        One row per layer: scales named "min-max" (the largest |x| on the last step), "percentile"
+        and "least error" (the clip with the least squared error, values beyond it included).
+    """
+    network = getattr(network, "network", network)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in linears(network, skip=skip)}
+    largest = dict.fromkeys(seen, 0.0)
+
+    def look(module: nn.Module, args: tuple, *, name: str) -> None:
+        x = args[0].detach().abs().float().flatten()
+        largest[name] = max(largest[name], float(x.max()))
+        seen[name].append(x[:: max(1, len(x) // _KEPT)])
+
+    found = linears(network, skip=skip)
+    handles = [m.register_forward_pre_hook(partial(look, name=name)) for name, m in found]
+    try:
+        with torch.no_grad():
+            for row in rows:
+                network(torch.tensor([list(row)], device=network.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    table = {name: _scales(torch.cat(x), largest[name], percentile) for name, x in seen.items()}
+    return pd.DataFrame(table, index=["min-max", "percentile", "least error"]).T
+
+
+def _scales(x: torch.Tensor, largest: float, percentile: float) -> tuple[float, ...]:
+    tries = _CLIPS * largest / STEPS
+    errors = [float((x - _to_steps(x, scale=float(s))[0]).square().sum()) for s in tries]
+    at = x.sort().values[min(len(x) - 1, int(len(x) * percentile / 100))]
+    return largest / STEPS, float(at) / STEPS, float(tries[torch.tensor(errors).argmin()])
+
+
+def _to_steps(x: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, int]:
+    """x on its steps, and how many values lay beyond the last."""
+    steps = (x.float() / scale).round()
+    beyond = int((steps.abs() > STEPS).sum())
+    return (steps.clamp(-STEPS, STEPS) * scale).to(x.dtype), beyond
+
+
+def _entry(
+    name: str,
+    weights: Format | GgufFormat,
+    rounding: Callable[[str], Callable],
+    skip: Sequence[str],
+    *,
+    eight: bool,
+) -> Optimization:
+    base = quantized(weights, skip=skip)
+
+    def transform(network: nn.Module) -> tuple[nn.Module, dict]:
+        changed, settings = base.transform(network)
+        for layer, module in linears(changed, skip=skip):
+            module.rounded = [0, 0]
+            module.register_forward_pre_hook(partial(_round_input, by=rounding(layer)))
+        return changed, settings
+
+    def witness(seen: Observation) -> str:
+        counts = [getattr(m, "rounded", (0, 0)) for _, m in linears(seen.network, skip=skip)]
+        n, beyond = (sum(column) for column in zip(*counts, strict=True))
+        of_weights = base.witness(seen).removeprefix("VACUOUS: ")
+        share = f"{100 * beyond / max(n, 1):.2g} % of them saturated"
+        return f"{n} inputs of {len(counts)} layers rounded, {share}; {of_weights}" if n else ""
+
+    return Optimization(
+        name=name,
+        level="2" if eight else "3",
+        changes=("weights_sha256",),
+        transform=transform,
+        witness=witness,
+        exercised=every_position,
+        fault=silence_one_mlp,
+    )
+
+
+def _round_input(module: nn.Module, args: tuple, *, by: Callable) -> tuple[torch.Tensor]:
+    x, beyond = by(args[0])
+    module.rounded = [module.rounded[0] + x.numel(), module.rounded[1] + beyond]
+    return (x,)
+
+
+def torchao(kind: str) -> Optimization:
+    """torchao's own kernels: "int8-weight-only", "int8-dynamic", "int4-weight-only".
+
+    Real: weights are packed, and the last takes a network in bfloat16. Embeddings and head stay.
+    """
+
+    def transform(network: nn.Module) -> tuple[nn.Module, dict]:
+        from torchao.quantization import quantize_
+
+        if kind == "int4-weight-only" and network.dtype != torch.bfloat16:
+            raise ValueError(f"`network` must be in bfloat16 for {kind}; it is in {network.dtype}")
+        changed = copied(network)
+        layers = {id(m) for _, m in linears(changed) if isinstance(m, nn.Linear)}
+        if not layers:
+            raise ValueError("`network` has no torch.nn.Linear besides its head")
+        quantize_(changed, _torchao_config(kind), filter_fn=lambda module, _: id(module) in layers)
+        return changed, {}
+
+    def witness(seen: Observation) -> str:
+        weights = [m.weight for _, m in linears(seen.network)]
+        packed = [w for w in weights if hasattr(w, "__tensor_flatten__")]
+        if not packed:
+            return ""
+        bits = 8 * sum(map(_bytes, packed)) / sum(w.numel() for w in packed)
+        kinds = ", ".join(sorted({type(w).__name__ for w in packed}))
+        return f"{len(packed)} of {len(weights)} layers {kinds}, {bits:.4g} bits per weight stored"
+
+    return Optimization(
+        name=f"torchao-{kind}",
+        level="3" if kind.startswith("int4") else "2",
+        changes=("weights_sha256",),
+        transform=transform,
+        witness=witness,
+        exercised=every_position,
+        fault=silence_one_mlp,
+        needs="torchao",
+    )
+
+
+def _torchao_config(kind: str) -> Any:
+    from torchao import quantization
+    from torchao.dtypes import Int4CPULayout
+
+    if kind == "int4-weight-only":
+        return quantization.Int4WeightOnlyConfig(group_size=32, layout=Int4CPULayout(), version=1)
+    configs = {
+        "int8-weight-only": quantization.Int8WeightOnlyConfig,
+        "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+    }
+    return configs[kind]()
+
+
+def _bytes(tensor: Any) -> int:
+    """Bytes of what a packed tensor really holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.numel() * tensor.element_size()
+    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+ENTRIES = (
+    dynamic(),
+    dynamic("int4-group32"),
+    *map(torchao, ("int8-weight-only", "int8-dynamic", "int4-weight-only")),
+)
