@@ -59,7 +59,7 @@ def compare_on(
     >>> len(frame), float(frame["total_variation"].max())
     (9, 0.0)
     """
-    tokens, n_cut = _tokens(reference, candidate, documents, max_tokens)
+    tokens, n_cut = read_tokens(reference, candidate, documents, max_tokens)
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
     sizes = [network.config.get_text_config().vocab_size for network in networks]
     if sizes[0] != sizes[1]:
@@ -82,8 +82,11 @@ def compare_on(
     return frame.reset_index(drop=True)
 
 
-def _tokens(
-    reference: Any, candidate: Any, documents: Sequence[Document | str] | None, max_tokens: int
+def read_tokens(
+    reference: Any,
+    candidate: Any,
+    documents: Sequence[Document | str] | None,
+    max_tokens: int | None = None,
 ) -> tuple[dict[str, list[int]], int]:
     """Ids by document, cut at max_tokens, and how many were cut."""
     given = read_documents() if documents is None else documents
@@ -98,10 +101,10 @@ def _tokens(
         ids, *others = [t(text, verbose=False)["input_ids"] for t in tokenizers if t is not None]
         if others and others[0] != ids:
             raise ValueError(f"document {name!r}: the tokenizers of both sides give different ids")
-        if min(len(ids), max_tokens) < 2:
-            raise ValueError(f"document {name!r} must have 2 tokens or more to predict; got {ids}")
-        n_cut += len(ids) > max_tokens
         found[name] = ids[:max_tokens]
+        if len(found[name]) < 2:
+            raise ValueError(f"document {name!r} must have 2 tokens or more to predict; got {ids}")
+        n_cut += len(ids) > len(found[name])
     return found, n_cut
 
 

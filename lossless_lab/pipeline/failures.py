@@ -1,0 +1,150 @@
+"""Where a candidate fails on a corpus: kinds of tokens, worst places in context, their export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lossless_lab.pipeline.corpus import read_tokens
+from lossless_lab.prompts import Document, read_documents
+from lossless_lab.statistical.distances import MEASURES
+
+PLACES = ((0, "first 4"), (4, "5 to 16"), (16, "17 to 64"), (64, "beyond 64"))
+
+
+def token_class(text: str) -> str:
+    """Sort of token by its text: digits, Chinese, word, punctuation, space, part of a character.
+
+    Examples
+    --------
+    >>> [token_class(text) for text in (" 12", "中文", " the", "):", "\\n", "\\ufffd")]
+    ['digits', 'Chinese', 'word', 'punctuation', 'space', 'part of a character']
+    """
+    tests = {
+        "part of a character": "\ufffd" in text,
+        "digits": any(c.isdigit() for c in text),
+        "Chinese": any("\u4e00" <= c <= "\u9fff" for c in text),
+        "word": any(c.isalpha() for c in text),
+        "space": not text.strip(),
+    }
+    return next((name for name, holds in tests.items() if holds), "punctuation")
+
+
+def described(
+    frame: pd.DataFrame, reference: Any, documents: Sequence[Document | str] | None = None
+) -> pd.DataFrame:
+    """The table of `compare_on` with what each token is, for `slices` and `concentration`.
+
+    Returns
+    -------
+    DataFrame with language and kind of the document, and token, token_class, frequency and place
+        of the token that followed. Frequent are the likeliest ids that make up half of all tokens
+        here, rare those that occur once or twice.
+    """
+    given = read_documents() if documents is None else documents
+    about = {d.id: (d.kind, d.language) for d in given if isinstance(d, Document)}
+    pairs = [about.get(name, (None, None)) for name in frame["document"]]
+    texts = {i: reference.tokenizer.decode([i]) for i in frame["token_id"].unique().tolist()}
+    counts = frame["token_id"].value_counts()
+    before = (counts.cumsum() - counts).reindex(frame["token_id"]).to_numpy()
+    times = counts.reindex(frame["token_id"]).to_numpy()
+    frequency = np.select([times <= 2, before < len(frame) / 2], ["rare", "frequent"], "between")
+    starts, names = zip(*PLACES, strict=True)
+    where = np.searchsorted(starts, frame["position"], side="right") - 1
+    token = frame["token_id"].map(texts)
+    return frame.assign(
+        kind=[kind for kind, _ in pairs],
+        language=[language for _, language in pairs],
+        token=token,
+        token_class=token.map(token_class),
+        frequency=frequency,
+        place=np.array(names, dtype=object)[where],
+    )
+
+
+def worst_tokens(
+    frame: pd.DataFrame,
+    reference: Any,
+    documents: Sequence[Document | str] | None = None,
+    *,
+    n: int = 10,
+    measure: str = MEASURES[0],
+    n_before: int = 12,
+) -> pd.DataFrame:
+    """The n tokens with the largest measure: where, after what, and what either side expected."""
+    tokens, _ = read_tokens(reference, reference, documents)
+    decode = reference.tokenizer.decode
+    worst = frame.nlargest(n, measure)
+    ids = [tokens[row.document][: row.position + 1] for row in worst.itertuples()]
+    texts = {
+        "context": [decode(one[-n_before:], skip_special_tokens=True) for one in ids],
+        "token": [decode([i]) for i in worst["token_id"]],
+        "reference_top": [decode([i]) for i in worst["reference_top_id"]],
+        "candidate_top": [decode([i]) for i in worst["candidate_top_id"]],
+    }
+    return worst[["document", "position", measure]].assign(**texts).reset_index(drop=True)
+
+
+def worst_documents(
+    frame: pd.DataFrame, *, n: int = 10, measure: str = MEASURES[0]
+) -> pd.DataFrame:
+    """The n documents with the largest mean: how many tokens, the mean, the largest, flips."""
+    table = frame.assign(flips=~frame["top1_agree"]).groupby("document", sort=False)
+    columns = {
+        "n_tokens": (measure, "size"),
+        "mean": (measure, "mean"),
+        "largest": (measure, "max"),
+    }
+    return table.agg(**columns, flips=("flips", "mean")).nlargest(n, "mean").reset_index()
+
+
+@torch.inference_mode()
+def export_failures(
+    path: str | Path,
+    frame: pd.DataFrame,
+    reference: Any,
+    candidate: Any,
+    documents: Sequence[Document | str] | None = None,
+    *,
+    n: int = 32,
+    n_tokens: int = 32,
+    measure: str = MEASURES[0],
+) -> pd.DataFrame:
+    """Write the worst token of each of the n worst documents, and what both sides go on with.
+
+    One JSON object a line: prompt (the text up to that token), completion (the reference's greedy
+    continuation) and rejected (the candidate's), the names that libraries for fine-tuning expect,
+    each with its ids; document, position and the measure.
+
+    Returns
+    -------
+    DataFrame of the same lines
+    """
+    tokens, _ = read_tokens(reference, reference, documents)
+    worst = frame.loc[frame.groupby("document")[measure].idxmax()].nlargest(n, measure)
+    rows = []
+    for place in worst.itertuples():
+        parts = {"prompt": tokens[place.document][: place.position + 1]}
+        given = torch.tensor([parts["prompt"]])
+        for name, model in (("completion", reference), ("rejected", candidate)):
+            network = getattr(model, "network", model)
+            inputs = given.to(network.device)
+            out = network.generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                max_new_tokens=n_tokens, pad_token_id=0,
+            )  # fmt: skip
+            parts[name] = out[0, given.shape[1] :].tolist()
+        decode = reference.tokenizer.decode
+        row = {name: decode(ids, skip_special_tokens=True) for name, ids in parts.items()}
+        row |= {f"{name}_ids": ids for name, ids in parts.items()}
+        row |= {"document": place.document, "position": place.position}
+        rows.append(row | {measure: float(getattr(place, measure))})
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    Path(path).write_text(lines, encoding="utf-8")
+    return pd.DataFrame(rows)

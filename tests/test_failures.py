@@ -1,0 +1,194 @@
+"""Where a candidate fails: slices against statsmodels, concentration by permutation, exports."""
+
+import json
+import zlib
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import statsmodels.api as sm
+import torch
+from statsmodels.stats.multitest import multipletests
+
+from lossless_lab import prompts
+from lossless_lab.pipeline import failures
+from lossless_lab.pipeline.corpus import compare_on
+from lossless_lab.statistical.slices import concentration, slices
+
+KL = "kl_reference_candidate_nats"
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+def table(rng, n_documents=60, *, effect=0.0, domain=0.0):
+    """Tokens of three classes in documents of two languages; digits and zh may be off."""
+    n = rng.integers(10, 60, n_documents)
+    documents = np.repeat(np.arange(n_documents), n)
+    classes = rng.choice(["word", "digits", "space"], len(documents), p=[0.7, 0.2, 0.1])
+    language = np.where(np.arange(n_documents) % 3 == 0, "zh", "en")[documents]
+    common = rng.normal(0, 0.5, n_documents)[documents]
+    x = common + rng.normal(0, 1, len(documents))
+    x += effect * (classes == "digits") + domain * (language == "zh")
+    return pd.DataFrame(
+        {"document": documents, "token_class": classes, "language": language, KL: np.exp(x)}
+    )
+
+
+@pytest.mark.parametrize("by", ["token_class", "language"])
+def test_slices_are_those_of_statsmodels(rng, by):
+    frame = table(rng, effect=0.3)
+    found = slices(frame, by).set_index(by)
+    x, n = frame[KL].to_numpy(), frame["document"].nunique()
+    plain = []
+    for name, row in found.iterrows():
+        inside = (frame[by] == name).to_numpy()
+        fit = sm.OLS(x, sm.add_constant(inside.astype(float))).fit(
+            cov_type="cluster",
+            cov_kwds={"groups": frame["document"], "use_correction": False},
+        )
+        error = fit.bse[1] * np.sqrt(n / (n - 1))
+        assert row["difference"] == pytest.approx(fit.params[1], rel=1e-9)
+        plain.append(2 * scipy.stats.t.sf(abs(fit.params[1]) / error, n - 1))
+        if by == "token_class":
+            assert row["pvalue"] == pytest.approx(plain[-1], rel=1e-6)
+        own = sm.OLS(x[inside], np.ones(inside.sum())).fit(
+            cov_type="cluster", cov_kwds={"groups": frame["document"][inside]}, use_t=True
+        )
+        corrected = own.conf_int(0.05 / len(found))[0]
+        refused = frame["document"][inside].nunique() < 30
+        assert (
+            np.isnan(row["low"])
+            if refused
+            else row[["low", "high"]].tolist() == pytest.approx(corrected, rel=1e-9)
+        )
+        assert row["n_tokens"] == inside.sum() and row["mean"] == pytest.approx(x[inside].mean())
+    if by == "token_class":
+        adjusted = multipletests(plain, method="holm")[1]
+        assert found["holm_pvalue"].tolist() == pytest.approx(adjusted, rel=1e-6)
+        assert found.index[0] == "digits" and found["holm_pvalue"]["digits"] < 0.05
+    else:  # zh has 20 documents of the 60
+        assert found["pvalue"].isna().all()
+
+
+def test_slices_without_a_difference_seldom_find_one(rng):
+    """The family-wise rate of 150 tables without an effect; tokens as units would find more."""
+    low = sum(slices(table(rng), "token_class")["holm_pvalue"].min() < 0.05 for _ in range(150))
+    assert scipy.stats.binomtest(low, 150).proportion_ci(0.998).low <= 0.05
+
+
+def test_slices_keep_nan_and_inf_and_name_the_only_kind(rng):
+    frame = table(rng)
+    frame.loc[3, KL] = np.inf
+    found = slices(frame, "token_class")
+    assert np.isposinf(found["mean"][0]) and found["pvalue"].isna().all()
+    assert found.loc[0, ["low", "high"]].isna().all() and found.loc[1:, "low"].notna().any()
+    only = slices(frame.assign(kind="all"), "kind")
+    assert len(only) == 1 and np.isnan(only["difference"][0])
+
+
+def test_concentration_finds_the_domain_and_not_a_token_class(rng):
+    found = concentration(table(rng, domain=1.5), "language", rng=rng)
+    assert found.frame["language"][0] == "zh" and found.pvalue < 0.001
+    assert found.frame["n_documents"].tolist() == [20, 40]
+    assert "tokens of zh" in str(found)
+    with pytest.raises(ValueError, match="`by` must be one kind per document; 0 has"):
+        concentration(table(rng), "token_class", rng=rng)
+    with pytest.raises(ValueError, match="two kinds or more; got 1"):
+        concentration(table(rng).assign(kind="all"), "kind", rng=rng)
+
+
+def test_concentration_is_a_permutation_test_of_documents(rng):
+    frame = table(rng, 24)
+    found = concentration(frame, "language", rng=rng, worst=0.1)
+    worst = frame[KL] >= found.threshold
+    assert worst.sum() == int(0.1 * len(frame))
+    share = worst.groupby(frame["document"]).mean().to_numpy()
+    zh = frame.groupby("document")["language"].first().to_numpy() == "zh"
+
+    def spread(zh):
+        return sum(side.sum() * (share[side].mean() - share.mean()) ** 2 for side in (zh, ~zh))
+
+    drawn = np.array([spread(rng.permutation(zh)) for _ in range(4000)])
+    expected = (drawn >= spread(zh) - 1e-12).mean()
+    assert found.pvalue == pytest.approx(expected, abs=0.035)
+
+
+def test_concentration_has_its_size_where_documents_differ_but_kinds_do_not(rng):
+    """Tokens as units would reject far more often: documents differ by themselves."""
+    runs, by_tokens, ours = 100, 0, 0
+    for _ in range(runs):
+        frame = table(rng)
+        ours += concentration(frame, "language", rng=rng, n_resamples=199).pvalue <= 0.05
+        worst = frame[KL] > frame[KL].quantile(0.95)
+        by_tokens += (
+            scipy.stats.chi2_contingency(pd.crosstab(worst, frame["language"])).pvalue <= 0.05
+        )
+    assert scipy.stats.binomtest(ours, runs).proportion_ci(0.998).low <= 0.05
+    assert by_tokens > ours + 10
+
+
+# ---- on the tiny pair --------------------------------------------------------------------------
+
+DOCUMENTS = prompts.read_documents()[::4]
+
+
+@pytest.fixture(scope="module")
+def frame(tiny_target, tiny_draft):
+    return compare_on(tiny_target, tiny_draft, DOCUMENTS, max_tokens=40, progress=False)
+
+
+def test_what_each_token_is(frame, tiny_target):
+    found = failures.described(frame, tiny_target, DOCUMENTS)
+    assert len(found) == len(frame) and set(found["language"]) == {"en", "zh", "code"}
+    decode = tiny_target.tokenizer.decode
+    assert (found["token"] == [decode([i]) for i in found["token_id"]]).all()
+    assert {"digits", "word", "punctuation"} <= set(found["token_class"])
+    counts = found["token_id"].value_counts()
+    assert set(found["token_id"][found["frequency"] == "rare"]) == set(counts.index[counts <= 2])
+    assert 0.4 < (found["frequency"] == "frequent").mean() < 0.6
+    first = found[found["position"] < 4]
+    assert (first["place"] == "first 4").all() and set(found["place"]) == {
+        "first 4", "5 to 16", "17 to 64",
+    }  # fmt: skip
+    for by in ("token_class", "frequency", "place", "language"):
+        assert slices(found, by)["n_tokens"].sum() == len(frame)
+    strings = failures.described(compare_on(*[tiny_target] * 2, ["a text"], progress=False),
+                                 tiny_target, ["a text"])  # fmt: skip
+    assert strings["language"].isna().all()
+
+
+def test_the_worst_tokens_stand_in_their_context(frame, tiny_target):
+    worst = failures.worst_tokens(frame, tiny_target, DOCUMENTS, n=5)
+    assert worst[KL].tolist() == sorted(frame[KL], reverse=True)[:5]
+    texts = {d.id: d.text for d in DOCUMENTS}
+    for row in worst.itertuples():
+        if "\ufffd" not in row.context + row.token:
+            assert (row.context + row.token).strip() in texts[row.document]
+    documents = failures.worst_documents(frame, n=3)
+    means = frame.groupby("document")[KL].mean().nlargest(3)
+    assert documents["document"].tolist() == means.index.tolist()
+    assert documents["mean"].tolist() == pytest.approx(means.tolist())
+
+
+def test_failed_samples_beside_the_references_output(frame, tiny_target, tiny_draft, tmp_path):
+    path = tmp_path / "failed.jsonl"
+    failures.export_failures(path, frame, tiny_target, tiny_draft, DOCUMENTS, n=4, n_tokens=6)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({line["document"] for line in lines}) == 4
+    assert {"prompt", "completion", "rejected"} <= set(lines[0])
+    for line in lines:
+        ids = line["prompt_ids"]
+        assert len(ids) == line["position"] + 1
+        for name, model in (("completion", tiny_target), ("rejected", tiny_draft)):
+            out = list(ids)
+            for token in line[f"{name}_ids"]:  # greedy, step by step without a cache
+                with torch.no_grad():
+                    logits = model.network(torch.tensor([out])).logits[0, -1]
+                assert logits[token] >= logits.max() - 1e-4
+                out.append(token)
+            text = tiny_target.tokenizer.decode(line[f"{name}_ids"], skip_special_tokens=True)
+            assert text == line[name]
