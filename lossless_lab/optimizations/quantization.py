@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -94,6 +95,35 @@ def already_on_grid(
     fmt = number_format(fmt)
     found = matrices(getattr(network, "network", network), skip=skip)
     return tuple(n for n, w in found if _same(w, round_to(w, fmt.fitted(w.shape[1])), fmt))
+
+
+def unlike_rounding(
+    reference: nn.Module,
+    candidate: nn.Module,
+    fmt: str | Format | GgufFormat,
+    *,
+    skip: Sequence[str] = HEAD,
+) -> pd.DataFrame:
+    """Where a candidate's weights are not the reference's, each rounded to the nearest of `fmt`.
+
+    Returns
+    -------
+    DataFrame
+        One row per matrix: module, unlike_share (of its weights, off by more than the candidate's
+        dtype can be) and error_ratio, the candidate's squared error over that of rounding: below 1
+        for a method that chooses better scales, above it for one that minds the outputs, not the
+        weights (GPTQ), or is broken.
+    """
+    fmt, ours = number_format(fmt), dict(matrices(getattr(reference, "network", reference)))
+    rows = []
+    for name, stored in matrices(getattr(candidate, "network", candidate), skip=skip):
+        weight = ours[name].float()
+        nearest = round_to(weight, fmt.fitted(weight.shape[1]))
+        apart, near = (stored.float() - nearest).abs(), torch.finfo(stored.dtype).eps
+        unlike = float((apart > near * nearest.abs()).float().mean())
+        ratio = (stored.float() - weight).square().sum() / (nearest - weight).square().sum()
+        rows.append((name, unlike, float(ratio)))
+    return pd.DataFrame(rows, columns=["module", "unlike_share", "error_ratio"])
 
 
 def _same(weight: torch.Tensor, rounded: torch.Tensor, fmt: Format | GgufFormat) -> bool:
