@@ -28,7 +28,8 @@ class Completion:
     top_logprobs : tuple of tuple of (id, logprob) or None
         The k likeliest ids of each position, likeliest first.
     timings : dict
-        first_token_ms, latency_ms (to this row's last token), batch_ms, batch_rows.
+        first_token_ms, latency_ms (to this row's last token), batch_ms, batch_rows; under
+        speculation also rounds, drafted and accepted (tokens), rejections (rounds with one).
     logits : Tensor [n_output, vocab_size] float32 or None
         Raw logits, row t being the law of output_ids[t]; only from engines that keep them.
     """

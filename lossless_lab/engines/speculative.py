@@ -177,3 +177,17 @@ def counted_drafts(network: Any) -> Iterator[list[tuple[int, int]]]:
         yield rounds
     finally:
         del network._get_candidate_generator
+
+
+def draft_counts(rounds: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """rounds, drafted and accepted (tokens), rejections (rounds that had one); {} for no round.
+
+    >>> draft_counts([(4, 4), (4, 1)])
+    {'rounds': 2, 'drafted': 8, 'accepted': 5, 'rejections': 1}
+    """
+    if not rounds:
+        return {}
+    drafted, accepted = map(sum, zip(*rounds, strict=True))
+    rejections = sum(kept < made for made, kept in rounds)
+    told = {"rounds": len(rounds), "drafted": drafted, "accepted": accepted}
+    return told | {"rejections": rejections}

@@ -24,6 +24,7 @@ from .decoding import Decoding, declared, stop_token_ids
 from .padding import pad
 from .protocol import Completion
 from .readout import Clock, chosen_logprobs, likeliest, true_length
+from .speculative import counted_drafts, draft_counts
 
 _LEAST = {"batch_size": 1, "extra_padding": 0, "companions": 0, "top_logprobs": 0}
 Rows = Sequence[Sequence[int]]
@@ -168,7 +169,7 @@ class TransformersEngine:
         stop = decoding.stop_token_ids
         rows = [row for row in prompts for _ in range(decoding.n_samples)]
         clock = Clock()
-        with random_state(self.network, seed):
+        with random_state(self.network, seed), counted_drafts(self.network) as rounds:
             sequences, logits = self._run(rows, decoding, streamer=clock)
         logprobs, top = chosen_logprobs(logits, sequences), likeliest(logits, self.top_logprobs)
         completions = []
@@ -184,7 +185,7 @@ class TransformersEngine:
                     finish_reason="stop" if ids[-1] in stop else "length",
                     logprobs=tuple(logprobs[i][:n]),
                     top_logprobs=tuple(step[i] for step in top[:n]) if top else None,
-                    timings=clock.timings(n, n_rows=len(rows)),
+                    timings=clock.timings(n, n_rows=len(rows)) | draft_counts(rounds),
                     logits=kept,
                 )
             )

@@ -16,6 +16,7 @@ from lossless_lab.optimizations import (
     precision,
     pruning,
     quantization,
+    speculation,
 )
 from lossless_lab.optimizations.batching import batch
 from lossless_lab.optimizations.entry import Candidate, Optimization
@@ -34,6 +35,7 @@ CATALOGUE: dict[str, Optimization] = {
         pruning,
         adapters,
         activations,
+        speculation,
     )
     for entry in room.ENTRIES
 }

@@ -13,9 +13,19 @@ import torch
 from torch import nn
 
 from lossless_lab.models.loading import state_sha256
+from lossless_lab.optimizations.faults import silence_one_mlp
 from lossless_lab.optimizations.witness import Observation
 
 VACUOUS, WARNING = "VACUOUS: ", "WARNING: "  # in what a witness says
+
+
+def every_position(lengths: Sequence[int], rows: Sequence[int]) -> int:
+    """All generated positions: the change takes part in each forward pass.
+
+    >>> every_position([3, 2], [1, 1])
+    5
+    """
+    return sum(lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +71,20 @@ class Optimization:
     depends : (tokens of the prompt, place in the output) -> whether that position could; where
         given, `exercised` counts those alone.
     fault : candidate -> the same candidate, broken; what `poisoned` injects.
+    counted : the timing whose sum over outputs is the number of positions exercised, where lengths
+        and rows do not tell.
     """
 
     name: str
     level: str
-    changes: tuple[str, ...]
     transform: Callable[[nn.Module], tuple[nn.Module, dict[str, Any]]]
     witness: Callable[[Observation], str]
-    exercised: Callable[[Sequence[int], Sequence[int]], int]
-    fault: Callable[[nn.Module], nn.Module]
+    changes: tuple[str, ...] = ("weights_sha256",)
+    exercised: Callable[[Sequence[int], Sequence[int]], int] = every_position
+    fault: Callable[[nn.Module], nn.Module] = silence_one_mlp
     depends: Callable[[int, int], bool] | None = None
     needs: str = ""
+    counted: str = ""
 
     def apply(self, model: Any) -> Candidate:
         """The optimisation applied to a models.Model or a network, which stays as it is."""
@@ -157,12 +170,3 @@ def _same_weights(network: nn.Module, changed: nn.Module) -> bool:
         type(x) is type(y) and x.shape == y.shape and torch.equal(x.to(y.dtype), y)
         for x, y in ((x, theirs[name]) for name, x in ours.items())
     )
-
-
-def every_position(lengths: Sequence[int], rows: Sequence[int]) -> int:
-    """All generated positions: the change takes part in each forward pass.
-
-    >>> every_position([3, 2], [1, 1])
-    5
-    """
-    return sum(lengths)

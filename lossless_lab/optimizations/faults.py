@@ -42,6 +42,29 @@ def stale_slot(network: nn.Module) -> nn.Module:
     return network
 
 
+def kept_draft(network: nn.Module) -> nn.Module:
+    """After a rejection, the rejected draft's key and value stand for its replacement's."""
+    original = network.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = cache_of(kwargs)
+        if cache is None:
+            return original(*args, **kwargs)
+        before, at = getattr(cache, "before_rollback", None), int(cache.get_seq_length())
+        output = original(*args, **kwargs)
+        written = [(layer.keys, layer.values) for layer in cache.layers]
+        if before and before[0][0].shape[-2] > at:  # what was drafted there has been taken back
+            for now, then in zip(written, before, strict=True):
+                for new, old in zip(now, then, strict=True):
+                    new[..., at, :] = old[..., at, :]
+        cache.before_rollback = written
+        return output
+
+    network.forward = forward
+    return network
+
+
 def ignore_padding(network: nn.Module) -> nn.Module:
     """Attention mask and positions are dropped: pad columns are read as if they were text."""
     original = network.forward

@@ -30,6 +30,7 @@ class Observation:
     dtypes : parameter dtypes of the network, most frequent first.
     computed : dtypes of the keys that the network wrote into its cache.
     network : what ran, for entries whose trace is in the weights.
+    timings : of each output, where `generate` returns completions.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Observation:
     dtypes: tuple[str, ...]
     computed: tuple[str, ...]
     network: nn.Module
+    timings: tuple[Mapping[str, float], ...] = ()
 
 
 def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
@@ -67,7 +69,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
     target.prepare_inputs_for_generation = watched
     try:
         with torch.autograd.profiler.profile(use_kineto=False) as profile:
-            generate()
+            made = generate()
     finally:
         del target.prepare_inputs_for_generation
         if saved is not None:
@@ -83,6 +85,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
         dtypes=tuple(name for name, _ in dtypes.most_common()),
         computed=tuple(computed),
         network=target,
+        timings=tuple(getattr(output, "timings", {}) for output in made or ()),
     )
 
 

@@ -61,6 +61,8 @@ def exercised(candidate: Subject, completions: Sequence[Completion]) -> tuple[in
         return None
     entry = candidate.optimization
     lengths = [len(c.output_ids) for c in completions]
+    if entry.counted:
+        return sum(int(c.timings.get(entry.counted, 0)) for c in completions), sum(lengths)
     rows = [int(c.timings.get("batch_rows", 1)) for c in completions]
     n_positions = sum(lengths)
     if entry.depends is not None:
