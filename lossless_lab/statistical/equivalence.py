@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
-from scipy import optimize, stats
+from scipy import optimize, special
 
 from ..results import Result
 from ..stats.tv_limits import any_limit, mean_excess, spread_limit, weights
@@ -76,9 +77,7 @@ class TVBound(Result):
         )
 
 
-def tv_upper_bound(
-    counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0.95, seed: int = 0
-) -> TVBound:
+def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0.95) -> TVBound:
     """The smaller of two upper limits of TV, which share the error 1 − confidence as 1 : 4.
 
     Where law and n say beforehand that the second will not help, the first has it all.
@@ -95,8 +94,6 @@ def tv_upper_bound(
     ----------
     counts : [vocab_size] or any shape (of several tokens jointly), draws of each.
     probs : same shape, the right law, known exactly; sums to 1.
-    seed : deals the draws to halves for `low`: one half chooses the set S of tokens that the
-        sampler prefers, the other gives the exact lower limit of P(S) − probs(S).
 
     Raises
     ------
@@ -106,7 +103,9 @@ def tv_upper_bound(
     Notes
     -----
     Source: the first from Jensen and Clopper-Pearson; weights of Valiant and Valiant 2017, SIAM J.
-    Comput. 46. Simulated coverage and width in data/calibration/samplers.csv.
+    Comput. 46. `low`: half of the draws choose the set S of tokens that the sampler prefers, the
+    other half gives the exact lower limit of P(S) − probs(S). Simulated coverage and width in
+    data/calibration/samplers.csv.
 
     >>> bound = tv_upper_bound([500, 500], [0.5, 0.5])
     >>> bound.estimate, bound.low, 0.02 < bound.high < 0.04
@@ -124,14 +123,14 @@ def tv_upper_bound(
         pairs = c * (c - 1.0) / (n * (n - 1.0))
         u = float(((pairs - 2 * q * share + q * q) / w).sum())
         high = min(high, spread_limit(u, float((pairs / w**2).sum()), q, n, alpha - part))
-    first, second = _halves(c, seed)
+    first, second = _halves(c)
     more = first > q * first.sum()
     low = _share_limit(second, more, alpha) - q[more].sum()
     return _bound(np.abs(share - q).sum() / 2, (low, high), n, confidence, q)
 
 
 def tv_upper_bound_two_samples(
-    counts_x: ArrayLike, counts_y: ArrayLike, *, confidence: float = 0.95, seed: int = 0
+    counts_x: ArrayLike, counts_y: ArrayLike, *, confidence: float = 0.95
 ) -> TVBound:
     """TV̂ + √(ln(1/(1 − confidence)) (1/n_x + 1/n_y) / 2), where neither law is known.
 
@@ -154,7 +153,7 @@ def tv_upper_bound_two_samples(
         return _bound(math.nan, (0.0, 1.0), 0, confidence, law, known=False)
     n, alpha = 1 / (1 / x.sum() + 1 / y.sum()), 1 - confidence
     estimate = np.abs(share_x - share_y).sum() / 2
-    (first_x, second_x), (first_y, second_y) = _halves(x, seed), _halves(y, seed + 1)
+    (first_x, second_x), (first_y, second_y) = _halves(x), _halves(y)
     more = first_x * first_y.sum() > first_y * first_x.sum()
     low = _share_limit(second_x, more, alpha / 2) - 1 + _share_limit(second_y, ~more, alpha / 2)
     high = estimate + math.sqrt(-math.log(alpha) / (2 * n))
@@ -165,7 +164,7 @@ def _part(q: np.ndarray, n: int, alpha: float) -> float:
     """The first limit's part of the error: all of it where the second would rarely be smaller."""
     if n < _SPLIT_FROM:
         return alpha
-    rough = 0.4 * np.sqrt(q * (1 - q)).sum() + stats.norm.isf(alpha) / 2
+    rough = 0.4 * np.sqrt(q * (1 - q)).sum() + -special.ndtri(alpha) / 2
     return alpha / 5 if spread_limit(0, 0, q, n, alpha * 0.8) < rough / math.sqrt(n) else alpha
 
 
@@ -175,24 +174,25 @@ def _perfect(bound: TVBound, n: float) -> float:
     if n < 1:
         return 1.0
     if not bound.known:
-        return min(1.0, mean_excess(q, q, n) + math.sqrt(-math.log(alpha) / (2 * n)))
+        return min(1.0, mean_excess(q, n) + math.sqrt(-math.log(alpha) / (2 * n)))
     part = _part(q, n, alpha)
-    high = any_limit(lambda slope: mean_excess(q, q, n, slope=slope), n, part)
+    high = any_limit(lambda slope: mean_excess(q, n, slope=slope), n, part)
     if part < alpha:
         high = min(high, spread_limit(0.0, 0.0, q, n, alpha - part))
     return min(high, 1.0)
 
 
-def _halves(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The draws dealt to two halves by coins; given their sizes, independent of each other."""
-    first = np.random.default_rng(seed).binomial(counts, 0.5)
+def _halves(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The draws dealt to two halves, independent given their sizes; the same ones each time."""
+    coins = np.random.default_rng(zlib.crc32(counts.tobytes()))
+    first = coins.binomial(counts, 0.5)
     return first, counts - first
 
 
 def _share_limit(counts: np.ndarray, tokens: np.ndarray, alpha: float) -> float:
     """Exact lower limit of the probability of these tokens together."""
     k, n = counts[tokens].sum(), counts.sum()
-    return float(stats.beta.ppf(alpha, k, n - k + 1)) if k else 0.0
+    return float(special.betaincinv(k, n - k + 1, alpha)) if k else 0.0
 
 
 def _bound(
@@ -204,7 +204,7 @@ def _bound(
     *,
     known: bool = True,
 ) -> TVBound:
-    noise = mean_excess(law, law, n) if n else 0.0
+    noise = mean_excess(law, n) if n else 0.0
     return TVBound(
         estimate=float(estimate),
         corrected=math.sqrt(max(estimate**2 - noise**2, 0.0)),

@@ -240,7 +240,7 @@ def _divergence_fit(counts: ArrayLike, probs: ArrayLike, test: str) -> FitTest:
         scale = max(1.0, 1 + (inverse - k * k - 2 * k + 2) / (2 * n * (k - 1)))
         if test == "log-likelihood":
             statistic, scale = statistic / (1 + (inverse - 1) / (6 * n * (k - 1))), 1.0
-        pvalue = max(float(stats.chi2.sf(statistic / scale, (k - 1) / scale)), _TINY)
+        pvalue = max(float(special.chdtrc((k - 1) / scale, statistic / scale)), _TINY)
     return FitTest(
         test="chi-square" if test == "pearson" else "G",
         statistic=statistic,

@@ -80,8 +80,11 @@ def share_difference_tests(counts_x: ArrayLike, counts_y: ArrayLike) -> TokenSha
     y, shares = checked(counts_y)
     if x.shape != y.shape:
         raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
-    law = stats.hypergeom(x.sum() + y.sum(), x + y, x.sum())
-    return _two_sided(x, shares, law.cdf(x), law.sf(x - 1))
+    below, above = np.ones((2, len(x)))
+    seen = x + y > 0
+    law = stats.hypergeom(x.sum() + y.sum(), (x + y)[seen], x.sum())
+    below[seen], above[seen] = law.cdf(x[seen]), law.sf(x[seen] - 1)
+    return _two_sided(x, shares, below, above)
 
 
 def _two_sided(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 _TANGENTS = 33
 
@@ -20,7 +20,7 @@ def weights(q: np.ndarray) -> np.ndarray:
 def any_limit(excess: Callable[[float], float], n: int, alpha: float) -> float:
     """Smallest over tangents slope·x + offset of the binomial limit u of offset + excess(slope)."""
     k = np.unique((n * np.sin(np.pi * np.arange(_TANGENTS) / (2 * _TANGENTS)) ** 2).astype(int))
-    u, after = (np.append(stats.beta.isf(alpha, x[x < n] + 1, n - x[x < n]), x[x == n] / n)
+    u, after = (np.where(x < n, special.betainccinv(x + 1, np.maximum(n - x, 1), alpha), 1.0)
                 for x in (k, k + 1))  # fmt: skip
     slopes = n * (after - u)
     return float(min(u[i] - slopes[i] * k[i] / n + excess(slopes[i]) for i in range(len(k))))
@@ -32,7 +32,7 @@ def spread_limit(u: float, squares: float, q: np.ndarray, n: int, alpha: float) 
     Its variance is at most 4(max p/w)4t²/n + 2Σ(p/w)²/n², and p/w ≤ q/w + 2t where 4t² = U.
     """
     ratio = q / weights(q)
-    squares, z = max(float((ratio**2).sum()), squares), stats.norm.isf(alpha)
+    squares, z = max(float((ratio**2).sum()), squares), -special.ndtri(alpha)
 
     def above(t: float) -> float:
         variance = 16 * (ratio.max() + 2 * t) * t**2 / n + 2 * squares / n**2
@@ -41,11 +41,12 @@ def spread_limit(u: float, squares: float, q: np.ndarray, n: int, alpha: float) 
     return float(optimize.brentq(above, 0, 1)) if above(1) > 0 else 1.0
 
 
-def mean_excess(p: np.ndarray, q: np.ndarray, n: int, *, slope: float = 1.0) -> float:
-    """Σ E(slope·X/n − q)₊ for X binomial(n, p); with Σ p = Σ q and slope 1, the mean TV̂."""
-    if slope <= 0:
-        return 0.0
-    a = n * q / slope
-    k = np.minimum(np.floor(a), n)
-    tail = np.where(k > 0, special.bdtrc(np.minimum(np.maximum(k - 1, 0), n - 1), n - 1, p), 1.0)
-    return float((slope * p * tail - q * special.bdtrc(k, n, p)).sum())
+def mean_excess(q: np.ndarray, n: int, *, slope: float = 1.0) -> float:
+    """Σ E(slope·X/n − q)₊ for X binomial(n, q), by the normal law and at most slope·q each.
+
+    With slope 1 the mean of TV̂ for a perfect sampler; up to 8 % above it for tokens expected once.
+    """
+    gain, error = (slope - 1) * q, slope * np.sqrt(q * (1 - q) / n)
+    z = np.divide(gain, error, out=np.zeros_like(q), where=error > 0)
+    mean = gain * special.ndtr(z) + error * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    return float(np.minimum(mean, slope * q).sum())
