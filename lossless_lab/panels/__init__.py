@@ -4,9 +4,10 @@ from .base import Content, Panel
 from .compare import Comparisons, compare, comparison
 from .format_cost import Costs, cost, format_cost
 from .layer_difference import Layers, difference, layer_difference
+from .speculation import speculation
 from .which_level_breaks import which_level_breaks
 
 __all__ = [
     "Comparisons", "Content", "Costs", "Layers", "Panel", "compare", "comparison", "cost",
-    "difference", "format_cost", "layer_difference", "which_level_breaks",
+    "difference", "format_cost", "layer_difference", "speculation", "which_level_breaks",
 ]  # fmt: skip

@@ -6,12 +6,15 @@ from .labels import token_label
 from .layers import layer_drift
 from .numerical import drift_by_stage, error_triangle, flips, local_error, survival, ulp_bars
 from .quantization import format_ladder, kl_tail, sensitivity_map
+from .speculation import acceptance_picture, convergence, power_curves
 from .theme import COLOURS, PRESETS, axes, style
 
 __all__ = [
     "COLOURS",
     "PRESETS",
+    "acceptance_picture",
     "axes",
+    "convergence",
     "distribution_dots",
     "distribution_scatter",
     "divergence_by_position",
@@ -24,6 +27,7 @@ __all__ = [
     "kl_tail",
     "layer_drift",
     "local_error",
+    "power_curves",
     "sensitivity_map",
     "style",
     "survival",

@@ -1,0 +1,129 @@
+"""The panel of notebook 05: a draft proposes, the target accepts; what comes out, and how fast.
+
+Every law is exact: nothing is sampled and no model runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import ipywidgets
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lossless_lab import plots
+from lossless_lab.statistical.speculative import (
+    RULES,
+    Position,
+    Rule,
+    emitted,
+    expected_tokens,
+    processed,
+)
+
+from .base import Content, Panel
+
+TOP_K = (1, 2, 3, 5, 10, 20, 50, "all")
+
+
+def speculation(
+    target_logits: np.ndarray,
+    draft_logits: np.ndarray,
+    *,
+    rules: Mapping[str, Rule] = RULES,
+    decode: Callable[[list[int]], str] = str,
+    position: int = 0,
+) -> Panel:
+    """Panel with the sampler's settings, the draft's quality, γ and the rule; see `step`.
+
+    Parameters
+    ----------
+    target_logits, draft_logits : [n, vocab_size] after each token of a text.
+    rules : by name; the first is chosen at the start.
+    decode : ids to text, for the labels of tokens.
+    position : the place that is shown first.
+    """
+    look = {"style": {"description_width": "110px"}, "layout": {"width": "420px"}}
+    share = {"min": 0.0, "max": 1.0, "step": 0.1, "readout_format": ".1f"}
+    slider, chosen = ipywidgets.FloatSlider, ipywidgets.SelectionSlider
+    place = {"value": position, "max": len(target_logits) - 1, "description": "position"}
+    warmth = {"value": 1.0, "min": 0.1, "max": 2.0, "step": 0.1, "description": "temperature"}
+    controls = {
+        "position": ipywidgets.IntSlider(**place, **look),
+        "temperature": slider(**warmth, **look),
+        "top_k": chosen(options=TOP_K, value="all", description="top-k", **look),
+        "top_p": slider(**{**share, "min": 0.1}, value=1.0, description="top-p", **look),
+        "quality": slider(**share, value=0.5, description="draft quality", **look),
+        "gamma": ipywidgets.IntSlider(value=4, min=1, max=8, description="γ", **look),
+        "rule": ipywidgets.Dropdown(options=list(rules), description="rule", **look),
+    }
+    return Panel(
+        controls=controls,
+        compute=functools.partial(step, target_logits, draft_logits, rules=rules, decode=decode),
+        draw=_draw,
+        figure=Figure(figsize=(9.6, 3.9), dpi=100),
+    )
+
+
+def step(
+    target_logits: np.ndarray,
+    draft_logits: np.ndarray,
+    *,
+    position: int,
+    temperature: float = 1.0,
+    top_k: int | str = "all",
+    top_p: float = 1.0,
+    quality: float = 0.5,
+    gamma: int = 4,
+    rule: str = "standard",
+    rules: Mapping[str, Rule] = RULES,
+    decode: Callable[[list[int]], str] = str,
+) -> Content:
+    """What a rule emits at one position, and how many tokens a step yields from there on.
+
+    Parameters
+    ----------
+    position : row of the logits; the γ rows from there on give the acceptance of later tokens.
+    quality : of the draft's law: 0 is all tokens alike, 0.5 the draft's own, 1 the target's.
+    """
+    settings = {"temperature": temperature, "top_p": top_p}
+    settings["top_k"] = 0 if top_k == "all" else top_k
+    rows = slice(position, position + gamma)
+    raw = processed(target_logits[rows], draft_logits[rows], **settings)
+    at = Position(target_probs=raw.target_probs, draft_probs=_mixed(raw, quality))
+    kept, replaced = emitted(at, rules[rule])
+    p, q, output = at.target_probs[0], at.draft_probs[0], kept[0] + replaced[0]
+    alphas = np.resize(kept.sum(-1), gamma)  # the text may end: its acceptances again
+    tv = np.abs(output - p).sum() / 2
+    word = "exactly the target's law" if tv <= 1e-12 else "NOT the target's law"
+    with np.errstate(divide="ignore"):
+        logs = {"reference_logprob": np.log(p), "candidate_logprob": np.log(output.clip(0))}
+    token = [decode([i]) for i in range(len(p))]
+    return Content(
+        text=f"Accepted: {alphas[0]:.1%} of proposals here; "
+        f"{expected_tokens(alphas):.2f} tokens per step of the target (at most {gamma + 1}).\n"
+        f"Output: {word}, TV {tv if tv > 1e-12 else 0:.3g}.",
+        frames={
+            "laws": pd.DataFrame({"token": token, "target_prob": p, "draft_prob": q, **logs}),
+        },
+    )
+
+
+def _mixed(at: Position, quality: float) -> np.ndarray:
+    """The draft's law on the way from no knowledge (0) over its own (0.5) to the target's (1)."""
+    alike = np.full_like(at.draft_probs, 1 / at.draft_probs.shape[-1])
+    better = quality > 0.5
+    other, share = (at.target_probs, 2 * quality - 1) if better else (alike, 1 - 2 * quality)
+    return (1 - share) * at.draft_probs + share * other
+
+
+def _draw(figure: Figure, content: Content, state: dict) -> None:
+    if not figure.axes:
+        figure.subplots(1, 2)
+        figure.subplots_adjust(left=0.11, right=0.985, bottom=0.13, top=0.82, wspace=0.3)
+    picture, output = figure.axes
+    plots.acceptance_picture(content.frames["laws"], ax=picture)
+    plots.distribution_dots(content.frames["laws"], ax=output, n_tokens=10)
+    output.set_xlabel("log-probability (nats): target = reference, output = candidate")

@@ -1,0 +1,106 @@
+"""Notebook 05's panel and charts without a browser: every number again by hand."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from lossless_lab import panels, plots
+from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS
+from lossless_lab.panels.speculation import TOP_K, step
+from lossless_lab.statistical.speculative import RULES
+
+matplotlib.use("agg")
+B07 = np.log([[[0.7, 0.2, 0.1]] * 3, [[0.2, 0.5, 0.3]] * 3])
+BROKEN = SPECULATIVE_MUTANTS["resample-from-target"].build(1.0)
+BOTH = {**RULES, BROKEN.name: BROKEN}
+
+
+def laws(**state):
+    content = step(*B07, rules=BOTH, **{"position": 0, **state})
+    frame = content.frames["laws"]
+    return frame, np.exp(frame["candidate_logprob"]).to_numpy(), content.text
+
+
+def test_b07_right_and_broken():
+    frame, output, text = laws(gamma=2)
+    assert output == pytest.approx([0.7, 0.2, 0.1])
+    assert "Accepted: 50.0%" in text and "1.75 tokens per step of the target (at most 3)" in text
+    assert "Output: exactly the target's law, TV 0." in text
+    assert frame["target_prob"].to_numpy() == pytest.approx([0.7, 0.2, 0.1])
+    _, output, text = laws(rule=BROKEN.name)
+    assert output == pytest.approx([0.55, 0.30, 0.15])
+    assert "Output: NOT the target's law, TV 0.15." in text
+
+
+def test_the_settings_make_the_laws():
+    frame, *_ = laws(temperature=0.5)
+    assert frame["target_prob"].to_numpy() == pytest.approx(np.array([49, 4, 1]) / 54)
+    frame, output, _ = laws(top_k=2)
+    assert frame["draft_prob"].to_numpy() == pytest.approx([0, 5 / 8, 3 / 8])
+    assert output == pytest.approx([7 / 9, 2 / 9, 0])
+    frame, *_ = laws(top_p=0.7)
+    assert frame["target_prob"].to_numpy() == pytest.approx([1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("quality", "draft"),
+    [(0, [1 / 3] * 3), (0.25, [4 / 15, 5 / 12, 19 / 60]), (0.5, [0.2, 0.5, 0.3]),
+     (0.75, [0.45, 0.35, 0.2]), (1, [0.7, 0.2, 0.1])],
+)  # fmt: skip
+def test_a_poor_draft_is_slower_and_never_wrong(quality, draft):
+    frame, output, text = laws(quality=quality, gamma=3)
+    assert frame["draft_prob"].to_numpy() == pytest.approx(draft)
+    assert output == pytest.approx([0.7, 0.2, 0.1])
+    alpha = np.minimum(draft, [0.7, 0.2, 0.1]).sum()
+    assert f"Accepted: {alpha:.1%}" in text
+    assert f"{1 + alpha + alpha**2 + alpha**3:.2f} tokens per step" in text
+
+
+def test_every_setting_has_a_picture_of_its_own():
+    logits = np.random.default_rng(0).normal(0, 2, (2, 6, 20))
+    panel = panels.speculation(*logits, rules=BOTH, decode=lambda ids: f" t{ids[0]}")
+    assert panel.error is None
+    seen = {panel.png}
+    moves = {"position": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.8, "quality": 0.2}
+    for name, value in {**moves, "rule": BROKEN.name}.items():
+        panel.controls[name].value = value
+        assert panel.error is None and panel.png not in seen, name
+        seen.add(panel.png)
+    before = panel.text
+    panel.controls["gamma"].value = 8
+    assert panel.text != before and len(panel.figure.axes) == 2
+    assert panel.controls["top_k"].options == TOP_K
+
+
+def test_the_picture_shows_both_laws_the_smaller_and_the_excess():
+    frame = pd.DataFrame(
+        {"token": [*"ABC"], "target_prob": [0.7, 0.2, 0.1], "draft_prob": [0.2, 0.5, 0.3]}
+    )
+    ax = plots.acceptance_picture(frame)
+    residual, rejected, accepted = ([r.get_width() for r in c] for c in ax.containers)
+    assert residual == [0.7, 0.2, 0.1] and rejected == [0, 0.5, 0.3]
+    assert accepted == [0.2, 0.2, 0.1]
+    assert [t.get_text() for t in ax.get_yticklabels()] == [*"ABC"]
+    plots.acceptance_picture(frame[::-1], ax=ax)
+    assert len(ax.containers) == 3, "moved, not drawn anew"
+    with pytest.raises(ValueError, match="lacks"):
+        plots.acceptance_picture(frame[["token"]])
+
+
+def test_convergence_and_power():
+    n = [100, 1000]
+    frame = pd.DataFrame({"sampler": ["good"] * 2 + ["bad"] * 2, "n": n * 2})
+    frame["total_variation"] = [0.1, 0.03, 0.12, 0.05]
+    frame["null_low"], frame["null_high"] = 0.01, 0.2
+    frame["exact"] = [0, 0, 0.04, 0.04]
+    ax = plots.convergence(frame)
+    named = {a.get_label(): a for a in ax.lines}
+    assert named["bad"].get_ydata().tolist() == [0.12, 0.05]
+    assert any(a.get_label() == "_exact" and a.get_ydata()[0] == 0.04 for a in ax.lines)
+    assert ax.get_xscale() == ax.get_yscale() == "log" and len(ax.collections) == 2
+    found = pd.DataFrame(
+        {"instrument": "ours", "total_variation": [0.02, 0.01], "power": [1.0, 0.4]}
+    )
+    (curve,) = (a for a in plots.power_curves(found).lines if a.get_label() == "ours")
+    assert curve.get_xdata().tolist() == [0.01, 0.02] and curve.get_ydata().tolist() == [0.4, 1.0]
