@@ -4,8 +4,9 @@ import pandas as pd
 import pytest
 import torch
 
-from lossless_lab import models, panels
+from lossless_lab import models, optimizations, panels
 from lossless_lab.number_formats import round_to
+from lossless_lab.optimizations.quantization import matrices
 from lossless_lab.pipeline import FormatCosts, compare_on
 from lossless_lab.prompts import read_documents
 
@@ -72,3 +73,37 @@ def test_the_panel_follows_format_position_and_layer(costs):
     assert len(pictures) == 3, "the layer changes the table, not the picture"
     with pytest.raises(ValueError, match="at least one format"):
         panels.format_cost(FormatCosts(costs.model, costs.documents, formats=()))
+
+
+def test_other_entries_stand_beside_formats_and_caches_are_read_through(costs):
+    """A row of the table equals a comparison made directly."""
+    from lossless_lab.optimizations.kv_compression import COMPRESSIONS, ThroughCache
+    from lossless_lab.optimizations.pruning import magnitude
+
+    names = ["2:4", "kv-q8_0", costs.add(magnitude(0.25))]
+    table = costs.table(names).set_index("format")
+    assert costs.network("2:4").zeros_before == 0
+    assert isinstance(costs.network("kv-q8_0"), ThroughCache)
+    for name, candidate in (
+        ("magnitude-25", magnitude(0.25).apply(costs.model.network).network),
+        ("kv-q8_0", ThroughCache(costs.model, COMPRESSIONS["kv-q8_0"])),
+    ):
+        frame = compare_on(costs.model, candidate, costs.documents, max_tokens=32, progress=False)
+        mean = frame["kl_reference_candidate_nats"].mean()
+        assert table.loc[name, "mean_kl_nats"] == pytest.approx(mean), name
+    with pytest.raises(KeyError, match="no optimisation 'int9'"):
+        costs.network("int9")
+
+
+def test_weights_that_lay_on_the_grid_before_are_warned_about_in_ladder_and_panel():
+    model = models.load("tiny-draft")
+    once = optimizations.find("q4_0").apply(model).model
+    costs = FormatCosts(once, read_documents()[:32], formats=("q4_0", "nf4"), max_tokens=16)
+    ladder = costs.ladder().set_index("format")
+    n = len(dict(matrices(model.network)))
+    assert ladder["on_grid_before"].to_dict() == {"q4_0": n, "nf4": 0}
+    assert ladder.loc["q4_0", "bits_per_weight"] == 4.5
+    panel = panels.format_cost(costs)
+    assert f"WARNING: {n} matrices lay on this very grid before" in panel.text
+    panel.controls["format"].value = "nf4"
+    assert "WARNING" not in panel.text

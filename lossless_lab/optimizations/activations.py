@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format
-from lossless_lab.optimizations.entry import Optimization, copied, every_position
-from lossless_lab.optimizations.faults import silence_one_mlp
+from lossless_lab.optimizations.entry import Optimization, copied
 from lossless_lab.optimizations.quantization import HEAD, linears, quantized
 from lossless_lab.optimizations.witness import Observation
 
@@ -142,15 +141,8 @@ def _entry(
         share = f"{100 * beyond / max(n, 1):.2g} % of them saturated"
         return f"{n} inputs of {len(counts)} layers rounded, {share}; {of_weights}" if n else ""
 
-    return Optimization(
-        name=name,
-        level="2" if eight else "3",
-        changes=("weights_sha256",),
-        transform=transform,
-        witness=witness,
-        exercised=every_position,
-        fault=silence_one_mlp,
-    )
+    level = "2" if eight else "3"
+    return Optimization(name=name, level=level, transform=transform, witness=witness)
 
 
 def _round_input(module: nn.Module, args: tuple, *, by: Callable) -> tuple[torch.Tensor]:
@@ -189,11 +181,8 @@ def torchao(kind: str) -> Optimization:
     return Optimization(
         name=f"torchao-{kind}",
         level="3" if kind.startswith("int4") else "2",
-        changes=("weights_sha256",),
         transform=transform,
         witness=witness,
-        exercised=every_position,
-        fault=silence_one_mlp,
         needs="torchao",
     )
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format, round_to
-from lossless_lab.optimizations.entry import Optimization, copied, every_position
-from lossless_lab.optimizations.faults import silence_one_mlp
+from lossless_lab.optimizations.entry import Optimization, copied
 from lossless_lab.optimizations.witness import Observation
 
 
@@ -27,10 +26,6 @@ class LoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The base's output and the adapter's, added in the network's dtype."""
         return self.base_layer(x) + (x @ self.lora_A.T) @ self.lora_B.T * self.scaling
-
-    def get_base_layer(self) -> nn.Linear:
-        """The linear layer that the adapter stands beside."""
-        return self.base_layer
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -79,7 +74,7 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
             raise ValueError("`network` has no adapter to merge")
         for name, module in found.items():
             module.merge()
-            base = module.get_base_layer()
+            base = module.base_layer
             if fmt is not None:
                 with torch.no_grad():
                     base.weight.copy_(round_to(base.weight, fmt.fitted(base.weight.shape[1])))
@@ -94,11 +89,8 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
     return Optimization(
         name="merge-adapters" if fmt is None else f"merge-adapters-{fmt.name}",
         level="1b" if fmt is None else "3",
-        changes=("weights_sha256",),
         transform=transform,
         witness=witness,
-        exercised=every_position,
-        fault=silence_one_mlp,
         needs="adapters in the network (LoraLinear, or peft's layers)",
     )
 
@@ -107,7 +99,7 @@ def _adapters(network: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in network.named_modules()
-        if hasattr(module, "merge") and hasattr(module, "get_base_layer")
+        if hasattr(module, "merge") and hasattr(module, "base_layer")
     }
 
 

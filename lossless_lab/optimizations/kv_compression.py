@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format
-from lossless_lab.optimizations.entry import Optimization, every_position
+from lossless_lab.optimizations.entry import Optimization
 from lossless_lab.optimizations.faults import stale_slot
 
 
@@ -98,49 +98,44 @@ class EvictingKV:
         return _cache(config, lambda: SinksAndWindow(self))
 
 
-class QuantizedRows(DynamicLayer):
-    """Keys and values of one layer; a pass reads its own tokens as they are, older ones rounded."""
+class _Compressed(DynamicLayer):
+    """A layer that counts tokens: those rounded so far, or all that were seen."""
 
-    def __init__(self, how: QuantizedKV) -> None:
+    is_croppable = False
+
+    def __init__(self, how: QuantizedKV | EvictingKV) -> None:
         super().__init__()
-        self.how, self.done = how, 0
+        self.how, self.count = how, 0
+
+    def reset(self) -> None:
+        """Forget all."""
+        super().reset()
+        self.count = 0
+
+
+class QuantizedRows(_Compressed):
+    """Keys and values of one layer; a pass reads its own tokens as they are, older ones rounded."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         """The cached and the new, as they are read now; then what has aged is rounded."""
         read = super().update(key_states, value_states)
         n = self.how.n_compressed(self.keys.shape[-2])
-        if n > self.done:
-            old = slice(self.done, n)
+        if n > self.count:
+            old = slice(self.count, n)
             self.keys, self.values = (x.clone() for x in read)
             new = self.how.round(self.keys[..., old, :], self.values[..., old, :])
             self.keys[..., old, :], self.values[..., old, :] = new
-            self.done = n
+            self.count = n
         return read
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens."""
-        super().crop(tokens_to_remove)
-        self.done = min(self.done, self.get_seq_length())
 
-    def reset(self) -> None:
-        """Forget all."""
-        super().reset()
-        self.done = 0
-
-
-class SinksAndWindow(DynamicLayer):
+class SinksAndWindow(_Compressed):
     """Keys and values of one layer without those that were evicted."""
-
-    is_croppable = False
-
-    def __init__(self, how: EvictingKV) -> None:
-        super().__init__()
-        self.how, self.seen = how, 0
 
     def update(self, key_states, value_states, *args, **kwargs):
         """The cached and the new; then what is neither sink nor recent is dropped."""
         read = super().update(key_states, value_states)
-        self.seen += key_states.shape[-2]
+        self.count += key_states.shape[-2]
         if self.keys.shape[-2] > self.how.sinks + self.how.window:
             self.keys, self.values = (
                 torch.cat([x[..., : self.how.sinks, :], x[..., -self.how.window :, :]], -2)
@@ -148,19 +143,16 @@ class SinksAndWindow(DynamicLayer):
             )
         return read
 
-    def get_seq_length(self) -> int:
+    def _seq_length(self) -> int:
         """Tokens seen, which give new ones their positions."""
-        return self.seen
+        return self.count
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def _mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that are read, and the number dropped before them."""
-        held = self.keys.shape[-2] if self.seen else 0
-        return held + query_length, self.seen - held
+        held = self.keys.shape[-2] if self.count else 0
+        return held + query_length, self.count - held
 
-    def reset(self) -> None:
-        """Forget all."""
-        super().reset()
-        self.seen = 0
+    get_seq_length, get_mask_sizes = _seq_length, _mask_sizes  # as transformers calls them
 
 
 class ThroughCache(nn.Module):
@@ -182,15 +174,12 @@ class ThroughCache(nn.Module):
         super().__init__()
         self.inner = getattr(network, "network", network)
         self.config, self.compression, self.step = self.inner.config, compression, step
+        self.get_output_embeddings = self.inner.get_output_embeddings
 
     @property
     def device(self) -> torch.device:
         """That of the network."""
         return self.inner.device
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The network's head."""
-        return self.inner.get_output_embeddings()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
         """Logits of all tokens, in an output of the network's own kind."""
@@ -232,7 +221,6 @@ def kv_compressed(compression: QuantizedKV | EvictingKV) -> Optimization:
         changes=("cache", *alone),
         transform=lambda network: (network, {"cache": compression, **alone}),
         witness=witness,
-        exercised=every_position,
         depends=lambda n, i: i > 0 and compression.n_compressed(n + i - 1) > 0,
         fault=stale_slot,
     )

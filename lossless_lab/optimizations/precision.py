@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lossless_lab.optimizations.entry import Optimization, copied, every_position
-from lossless_lab.optimizations.faults import silence_one_mlp
+from lossless_lab.optimizations.entry import Optimization, copied
 
 
 def cast(dtype: str) -> Optimization:
@@ -34,8 +33,6 @@ def cast(dtype: str) -> Optimization:
             if seen.dtypes[:1] == (dtype,) and set(seen.computed) <= {dtype}
             else ""
         ),
-        exercised=every_position,
-        fault=silence_one_mlp,
     )
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied, every_position
-from lossless_lab.optimizations.faults import silence_one_mlp
+from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
 from lossless_lab.optimizations.quantization import HEAD, matrices
 from lossless_lab.optimizations.witness import Observation
 
@@ -87,7 +85,7 @@ def _masked(
             "no memory saved"
         )
 
-    return _entry(name, transform, witness)
+    return Optimization(name=name, level="3", transform=transform, witness=witness)
 
 
 def drop_layers(*layers: int) -> Optimization:
@@ -121,7 +119,8 @@ def drop_layers(*layers: int) -> Optimization:
         left = there == len(getattr(seen.network, "layer_map", ()))
         return f"{there} blocks ran, {len(set(layers))} left out" if left else ""
 
-    return _entry(f"drop-layers-{'-'.join(map(str, layers))}", transform, witness)
+    name = f"drop-layers-{'-'.join(map(str, layers))}"
+    return Optimization(name=name, level="3", transform=transform, witness=witness)
 
 
 def top_neurons(share: float) -> Optimization:
@@ -145,19 +144,8 @@ def top_neurons(share: float) -> Optimization:
         said = f"in {len(counts)} MLPs {100 * active / max(total, 1):.1f} % of the neurons active"
         return f"{said}, chosen at each token; no weight is zero" if total else ""
 
-    return _entry(f"top-neurons-{100 * share:g}", transform, witness)
-
-
-def _entry(name: str, transform: Any, witness: Any) -> Optimization:
-    return Optimization(
-        name=name,
-        level="3",
-        changes=("weights_sha256",),
-        transform=transform,
-        witness=witness,
-        exercised=every_position,
-        fault=silence_one_mlp,
-    )
+    name = f"top-neurons-{100 * share:g}"
+    return Optimization(name=name, level="3", transform=transform, witness=witness)
 
 
 def _keep_largest(module: nn.Module, args: tuple, *, share: float) -> tuple[torch.Tensor]:

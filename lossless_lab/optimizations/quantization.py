@@ -15,7 +15,6 @@ from lossless_lab.optimizations.entry import (
     WARNING,
     Optimization,
     copied,
-    every_position,
 )
 from lossless_lab.optimizations.witness import Observation
 
@@ -58,10 +57,8 @@ def quantized(fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD) -> 
     return Optimization(
         name=fmt.name,
         level="2" if fmt.bits >= 8 else "3",
-        changes=("weights_sha256",),
         transform=transform,
         witness=lambda seen: _seen(seen, fmt, skip),
-        exercised=every_position,
         fault=lambda network: _swap_scales(network, skip),
     )
 
@@ -82,6 +79,15 @@ def linears(network: nn.Module, *, skip: Sequence[str] = HEAD) -> Iterator[tuple
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not set(skip) & set(name.split(".")):
             yield name, module
+
+
+def mean_bits(
+    network: nn.Module, fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD
+) -> float:
+    """Bits for one weight of the linear layers in `fmt`, scales included, mean over all weights."""
+    fmt, weights = number_format(fmt), [weight for _, weight in matrices(network, skip=skip)]
+    bits = sum(fmt.fitted(w.shape[1]).bits_per_weight(w.shape) * w.numel() for w in weights)
+    return bits / sum(w.numel() for w in weights)
 
 
 def already_on_grid(
@@ -145,9 +151,8 @@ def _seen(seen: Observation, fmt: Format | GgufFormat, skip: Sequence[str]) -> s
     if before is None or not on_grid:
         return ""
     n = sum(found[name].numel() for name in on_grid)
-    formats = {name: fmt.fitted(found[name].shape[1]) for name in on_grid}
-    bits = sum(formats[m].bits_per_weight(found[m].shape) * found[m].numel() for m in on_grid) / n
-    others = Counter(f.name for f in formats.values() if f != fmt)
+    others = Counter(f.name for m in on_grid if (f := fmt.fitted(found[m].shape[1])) != fmt)
+    bits = mean_bits(seen.network, fmt, skip=skip)
     total = sum(p.numel() for p in seen.network.parameters())
     said = [
         f"{len(on_grid)} of {len(found)} matrices on the {fmt.name} grid",

@@ -24,7 +24,7 @@ class Costs(Protocol):
         """Every statistic over the corpus."""
 
     def ladder(self) -> pd.DataFrame:
-        """One row per format: bits_per_weight, mean_kl_nats, low, high."""
+        """One row per format: bits_per_weight, mean_kl_nats, low, high, on_grid_before."""
 
     def weights(self, fmt: str) -> pd.DataFrame:
         """Error of each matrix."""
@@ -75,10 +75,16 @@ def cost(source: Costs, *, format: str, document: str, position: int, layer: int
         told = f"worst matrix {worst.iloc[0]['module']}, SQNR {worst.iloc[0]['sqnr_db']:.1f} dB"
     ladder = source.ladder()
     chosen = ladder["format"] == format
-    bits = float(ladder.loc[chosen, "bits_per_weight"].iloc[0])
+    row = ladder[chosen].iloc[0]
+    warned = ""
+    if row["on_grid_before"]:
+        warned = (
+            f"\nWARNING: {row['on_grid_before']} matrices lay on this very grid before; what the "
+            "format costs is not to be seen on them."
+        )
     return Content(
-        text=f"{format}, {bits:.3g} bits per weight: {source.summary(format)}\n"
-        f"Layer {layer}: {told}.",
+        text=f"{format}, {row['bits_per_weight']:.3g} bits per weight: {source.summary(format)}\n"
+        f"Layer {layer}: {told}.{warned}",
         frames={
             "ladder": ladder.assign(chosen=chosen),
             "distribution": source.distribution(format, document, position),

@@ -1,4 +1,4 @@
-"""What each number format costs one model: over a corpus, by matrix, and at one position."""
+"""What number formats and other entries cost one model: over a corpus, by matrix, at a position."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lossless_lab.number_formats import number_format
+from lossless_lab.number_formats import FORMATS, number_format
 from lossless_lab.numerical.capture import forward, model_inputs
 from lossless_lab.numerical.weights import weight_errors
-from lossless_lab.optimizations.quantization import matrices, quantized
+from lossless_lab.optimizations import Optimization, find
+from lossless_lab.optimizations.kv_compression import ThroughCache
+from lossless_lab.optimizations.quantization import matrices, mean_bits, quantized
 from lossless_lab.pipeline.corpus import compare_on
 from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.one_position import distribution
@@ -43,10 +45,26 @@ class FormatCosts:
         self.formats = tuple(number_format(name).name for name in formats)
         self.max_tokens = max_tokens
         self._kept: dict[tuple, Any] = {}
+        self._entries: dict[str, Optimization] = {}
 
-    def network(self, fmt: str) -> nn.Module:
-        """The model with its weights in the format; kept, as a reader goes back and forth."""
-        return self._once(("network", fmt), lambda: quantized(fmt).apply(self.model).network)
+    def add(self, entry: Optimization) -> str:
+        """Make an entry of one's own known by its name, which is returned."""
+        self._entries[entry.name] = entry
+        return entry.name
+
+    def network(self, name: str) -> nn.Module:
+        """The model with a format or an entry of the catalogue applied; kept.
+
+        An entry that changes the cache is read through it, token by token.
+        """
+
+        def compute() -> nn.Module:
+            entry = self._entries.get(name) or (quantized(name) if name in FORMATS else find(name))
+            made = entry.apply(self.model)
+            cache = made.settings.get("cache")
+            return ThroughCache(made.network, cache) if hasattr(cache, "build") else made.network
+
+        return self._once(("network", name), compute)
 
     def positions(self, fmt: str) -> pd.DataFrame:
         """`compare_on` over all documents, with the kind and language of each."""
@@ -74,28 +92,35 @@ class FormatCosts:
             lambda: weight_errors(self.model, self.network(fmt), bits_per_weight=bits),
         )
 
-    def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
-        """One row per format: bits per weight, mean KL with its interval, TV, and the tail."""
+    def table(self, names: Sequence[str]) -> pd.DataFrame:
+        """One row per format or entry: mean KL with its interval, mean TV, same top token."""
         rows = []
-        for fmt in formats or self.formats:
-            summary, weights = self.summary(fmt), self.weights(fmt)
-            table = summary.frame.set_index("statistic")
+        for name in names:
+            table = self.summary(name).frame.set_index("statistic")
             kl = table.loc["mean KL(reference‖candidate)"]
-            changed = weights[weights["relative_rms"] > 0]
-            n = changed["rows"] * changed["width"]
             rows.append(
                 {
-                    "format": fmt,
-                    "bits_per_weight": float((changed["bits_per_weight"] * n).sum() / n.sum()),
+                    "format": name,
                     "mean_kl_nats": kl["value"],
                     "low": kl["low"],
                     "high": kl["high"],
                     "mean_tv": table.loc["mean TV", "value"],
                     "same_top": table.loc["same top token", "value"],
-                    "weights_sqnr_db": float(changed["sqnr_db"].mean()),
                 }
             )
         return pd.DataFrame(rows)
+
+    def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
+        """`table` of formats with their bits per weight, what the weights lost, and how many
+        matrices lay on the format's grid before, whose cost is not seen."""
+        found = self.table(formats or self.formats)
+        weights = [self.weights(fmt) for fmt in found["format"]]
+        changed = [frame.loc[frame["relative_rms"] > 0, "sqnr_db"] for frame in weights]
+        before = [len(self.network(fmt).on_grid_before[fmt]) for fmt in found["format"]]
+        bits = [mean_bits(self.model.network, fmt) for fmt in found["format"]]
+        found.insert(1, "bits_per_weight", bits)
+        sqnr = [float(each.mean()) for each in changed]
+        return found.assign(weights_sqnr_db=sqnr, on_grid_before=before)
 
     def sensitivity(self, fmt: str, *, n_documents: int = 24) -> pd.DataFrame:
         """Mean KL of one matrix quantised alone, and KL saved by restoring it alone.

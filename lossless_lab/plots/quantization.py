@@ -44,7 +44,9 @@ def format_ladder(
         look = {"marker": "o", "linestyle": "", "markersize": 11, "markerfacecolor": "none"}
         line(ax, "chosen", x[ring], y[ring], color="black", label="_chosen", **look)
     rows = zip(frame["format"], frame["bits_per_weight"], strict=True)
-    ax.set_yticks(y, [f"{name}, {bits:.3g} bits" for name, bits in rows])
+    ax.set_yticks(
+        y, [name if np.isnan(bits) else f"{name}, {bits:.3g} bits" for name, bits in rows]
+    )
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(left, right), ylim=(len(y) - 0.4, -0.6))
     ax.set_xlabel("mean KL(reference‖candidate) (nats, log scale)")
