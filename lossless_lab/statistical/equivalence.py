@@ -13,7 +13,7 @@ from scipy import optimize, special
 
 from ..results import Result
 from ..stats.tv_limits import any_limit, mean_excess, spread_limit, weights
-from .goodness_of_fit import checked
+from .goodness_of_fit import checked, checked_pair
 
 _SPLIT_FROM = 100  # draws; with fewer the first limit of `tv_upper_bound` has all the error
 
@@ -113,8 +113,9 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     """
     c, q = checked(counts, probs)
     n, alpha = int(c.sum()), 1 - confidence
+    stated = {"n": n, "confidence": confidence, "law": q}
     if not n:
-        return _bound(math.nan, (0.0, 1.0), 0, confidence, q)
+        return _bound(math.nan, 0.0, 1.0, **stated)
     share = c / n
     part = _part(q, n, alpha)
     high = any_limit(lambda slope: np.maximum(slope * share - q, 0).sum(), n, part)
@@ -126,7 +127,7 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     first, second = _halves(c)
     more = first > q * first.sum()
     low = _share_limit(second, more, alpha) - q[more].sum()
-    return _bound(np.abs(share - q).sum() / 2, (low, high), n, confidence, q)
+    return _bound(np.abs(share - q).sum() / 2, low, high, **stated)
 
 
 def tv_upper_bound_two_samples(
@@ -145,19 +146,19 @@ def tv_upper_bound_two_samples(
     >>> round(tv_upper_bound_two_samples([50, 50], [50, 50]).high, 4)
     0.1731
     """
-    (x, share_x), (y, share_y) = checked(counts_x), checked(counts_y)
-    if x.shape != y.shape:
-        raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
-    _, law = checked(x + y)
-    if not (x.sum() and y.sum()):
-        return _bound(math.nan, (0.0, 1.0), 0, confidence, law, known=False)
-    n, alpha = 1 / (1 / x.sum() + 1 / y.sum()), 1 - confidence
-    estimate = np.abs(share_x - share_y).sum() / 2
+    x, y = checked_pair(counts_x, counts_y)
+    both, alpha = x.sum() + y.sum(), 1 - confidence
+    n = x.sum() * y.sum() / max(both, 1)
+    law = (x + y) / max(both, 1)
+    stated = {"n": int(n), "confidence": confidence, "law": law, "known": False}
+    if not n:
+        return _bound(math.nan, 0.0, 1.0, **stated)
+    estimate = np.abs(x / x.sum() - y / y.sum()).sum() / 2
     (first_x, second_x), (first_y, second_y) = _halves(x), _halves(y)
     more = first_x * first_y.sum() > first_y * first_x.sum()
     low = _share_limit(second_x, more, alpha / 2) - 1 + _share_limit(second_y, ~more, alpha / 2)
     high = estimate + math.sqrt(-math.log(alpha) / (2 * n))
-    return _bound(estimate, (low, high), int(n), confidence, law, known=False)
+    return _bound(estimate, low, high, **stated)
 
 
 def _part(q: np.ndarray, n: int, alpha: float) -> float:
@@ -195,23 +196,8 @@ def _share_limit(counts: np.ndarray, tokens: np.ndarray, alpha: float) -> float:
     return float(special.betaincinv(k, n - k + 1, alpha)) if k else 0.0
 
 
-def _bound(
-    estimate: float,
-    limits: tuple[float, float],
-    n: int,
-    confidence: float,
-    law: np.ndarray,
-    *,
-    known: bool = True,
-) -> TVBound:
-    noise = mean_excess(law, n) if n else 0.0
-    return TVBound(
-        estimate=float(estimate),
-        corrected=math.sqrt(max(estimate**2 - noise**2, 0.0)),
-        low=float(max(limits[0], 0.0)),
-        high=float(min(limits[1], 1.0)),
-        n=n,
-        confidence=confidence,
-        law=law,
-        known=known,
-    )
+def _bound(estimate: float, low: float, high: float, **stated) -> TVBound:
+    noise = mean_excess(stated["law"], stated["n"]) if stated["n"] else 0.0
+    limits = {"low": float(max(low, 0.0)), "high": float(min(high, 1.0))}
+    corrected = math.sqrt(max(estimate**2 - noise**2, 0.0))
+    return TVBound(estimate=float(estimate), corrected=corrected, **limits, **stated)

@@ -194,22 +194,31 @@ def multinomial_fit(
     )
 
 
-def checked(counts: ArrayLike, probs: ArrayLike | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Both flat, counts as int64, law as float64 summing to 1 (without one, the shares)."""
-    c = np.asarray(counts)
-    bad = ~((c >= 0) & (c == np.round(c)))
-    if c.size == 0 or bad.any():
-        where = f"; got {c[bad].flat[0]} at {np.argwhere(bad)[0].tolist()}" if bad.any() else ""
-        raise ValueError(f"`counts` must be whole numbers ≥ 0, one per token{where}")
-    c = c.astype(np.int64)
-    if probs is None:
-        return c.ravel(), c.ravel() / max(c.sum(), 1)
-    q = np.asarray(probs)
+def checked(counts: ArrayLike, probs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Both flat, counts as int64, law as float64 summing to 1."""
+    c, q = _whole("counts", counts), np.asarray(probs)
     if q.shape != c.shape:
         raise ValueError(f"`counts` and `probs` must have one shape; got {c.shape} and {q.shape}")
     from_probs(q.reshape(1, -1))
     q = q.astype(np.float64).ravel()
     return c.ravel(), q / q.sum()
+
+
+def checked_pair(counts_x: ArrayLike, counts_y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Both flat, as int64."""
+    x, y = _whole("counts_x", counts_x), _whole("counts_y", counts_y)
+    if x.shape != y.shape:
+        raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
+    return x.ravel(), y.ravel()
+
+
+def _whole(name: str, counts: ArrayLike) -> np.ndarray:
+    c = np.asarray(counts)
+    bad = ~((c >= 0) & (c == np.round(c)))
+    if c.size == 0 or bad.any():
+        where = f"; got {c[bad].flat[0]} at {np.argwhere(bad)[0].tolist()}" if bad.any() else ""
+        raise ValueError(f"`{name}` must be whole numbers ≥ 0, one per token{where}")
+    return c.astype(np.int64)
 
 
 def pool(counts: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

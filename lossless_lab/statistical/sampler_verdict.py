@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
@@ -72,7 +70,7 @@ def judge_sampler(
 
     Parameters
     ----------
-    counts : [vocab_size] or any shape (of several tokens jointly), draws of each (`count_draws`).
+    counts : [vocab_size] or any shape (of several tokens jointly), draws of each.
     law : same shape, the right law, known exactly; sums to 1.
     margin : TV that is allowed.
 
@@ -97,14 +95,3 @@ def judge_sampler(
         worst_token=int(shares.pvalues.argmin()),
         worst_token_pvalue=shares.pvalue,
     )
-
-
-def count_draws(draws: ArrayLike, shape: tuple[int, ...]) -> np.ndarray:
-    """Counts of that shape from draws [n, tokens], one axis per token (or [n] for one token).
-
-    >>> count_draws([[0, 1], [0, 1], [1, 0]], (2, 2)).tolist()
-    [[0, 2], [1, 0]]
-    """
-    tokens = np.asarray(draws).reshape(-1, len(shape)).T
-    flat = np.ravel_multi_index(tuple(tokens), shape)
-    return np.bincount(flat, minlength=math.prod(shape)).reshape(shape)

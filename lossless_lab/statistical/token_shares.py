@@ -11,7 +11,7 @@ from scipy import special, stats
 
 from ..results import Result
 from ..stats.multiplicity import holm
-from .goodness_of_fit import checked
+from .goodness_of_fit import checked, checked_pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,15 +76,12 @@ def share_difference_tests(counts_x: ArrayLike, counts_y: ArrayLike) -> TokenSha
     >>> share_difference_tests([9, 1], [1, 9]).pvalues.round(4).tolist()
     [0.0011, 0.0011]
     """
-    x, _ = checked(counts_x)
-    y, shares = checked(counts_y)
-    if x.shape != y.shape:
-        raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
+    x, y = checked_pair(counts_x, counts_y)
     below, above = np.ones((2, len(x)))
     seen = x + y > 0
     law = stats.hypergeom(x.sum() + y.sum(), (x + y)[seen], x.sum())
     below[seen], above[seen] = law.cdf(x[seen]), law.sf(x[seen] - 1)
-    return _two_sided(x, shares, below, above)
+    return _two_sided(x, y / max(y.sum(), 1), below, above)
 
 
 def _two_sided(

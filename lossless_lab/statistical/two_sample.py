@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse, stats
 
-from ..results import Result
-from .goodness_of_fit import FitTest, checked, pool
+from .goodness_of_fit import FitTest, checked_pair, pool
 
 _CELLS = 1 << 21  # permuted counts at a time
 
@@ -29,11 +26,8 @@ def chi_square_two_samples(counts_x: ArrayLike, counts_y: ArrayLike) -> FitTest:
     >>> round(fit.statistic, 4), round(fit.pvalue, 4)
     (5.3333, 0.0209)
     """
-    (x, _), (y, _) = checked(counts_x), checked(counts_y)
-    if x.shape != y.shape:
-        raise ValueError(f"`counts_x` and `counts_y` must have one shape; got {x.shape}, {y.shape}")
-    seen = x + y > 0
-    table = np.stack([x, y])[:, seen]
+    table = np.stack(checked_pair(counts_x, counts_y))
+    table = table[:, table.any(0)]
     rarer = table.sum(0) * min(table.sum(1)) / max(table.sum(), 1)
     pooled, _, n_pooled = pool(table, rarer)
     statistic, pvalue = 0.0, 1.0
@@ -49,30 +43,9 @@ def chi_square_two_samples(counts_x: ArrayLike, counts_y: ArrayLike) -> FitTest:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MMDTest(Result):
-    """Whether two samples of sequences look as if drawn from one law.
-
-    Parameters
-    ----------
-    statistic : unbiased MMD² with the Hamming kernel; 0 on average under one law.
-    pvalue : by permutation, (1 + k)/(1 + n_resamples).
-    n_x, n_y : sequences.
-    """
-
-    statistic: float
-    pvalue: float
-    n_x: int
-    n_y: int
-    n_resamples: int
-
-    def __str__(self) -> str:
-        return f"MMD {self.statistic:.3g} of {self.n_x} and {self.n_y} (p = {self.pvalue:.2g})"
-
-
 def mmd_test(
     x: ArrayLike, y: ArrayLike, *, n_resamples: int = 999, rng: np.random.Generator
-) -> MMDTest:
+) -> FitTest:
     """mean k(x, x′) − 2 mean k(x, y) + mean k(y, y′), k the share of equal tokens; by permutation.
 
     Summed over pairs, k is Σ a·b over (position, token) of how often each sample has it there.
@@ -127,10 +100,4 @@ def mmd_test(
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         k += int((statistic(rng.permuted(np.repeat(first.T, size, 0), axis=1).T) >= observed).sum())
-    return MMDTest(
-        statistic=observed,
-        pvalue=(1 + k) / (1 + n_resamples),
-        n_x=n,
-        n_y=m,
-        n_resamples=n_resamples,
-    )
+    return FitTest(test="MMD", statistic=observed, pvalue=(1 + k) / (1 + n_resamples), n=n + m)
