@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lossless_lab import models, paths
-from lossless_lab.pipeline.tasks import answer, choose
+from lossless_lab.engines.decoding import Decoding
+from lossless_lab.pipeline import check
+from lossless_lab.pipeline.tasks import answer, choose, with_task_quality
 from lossless_lab.prompts import PromptFileError
 from lossless_lab.prompts.task_items import Task, read_tasks
 from lossless_lab.semantic.tasks import COLUMNS, answer_scores, compare_tasks
@@ -219,3 +221,26 @@ def test_a_task_is_frozen():
     task = Task(id="a", category="facts", language="en", prompt="Q", answers=["x"])
     with pytest.raises(ValueError, match="frozen"):
         task.prompt = "other"
+
+
+def test_the_verdict_takes_its_third_answer_from_the_items(tiny):
+    rng = np.random.default_rng(8)
+    base = items(rng, 1500, 0.7)
+    control = flipped(base, 400, 0)
+    ids = {"a": [1, 2, 3], "b": [4, 5, 6]}
+    same = compare_tasks(base, flipped(base, 20, 18), control=control)
+    kwargs = {"n_variants": 0, "progress": False, "decoding": Decoding(max_new_tokens=2)}
+    candidate = models.load("tiny-target", dtype="bfloat16")
+    verdict = check(tiny, candidate, ids, tasks=same, **kwargs)
+    third = verdict["3"]
+    assert (third.word, third.n, third.margin) == ("EQUIVALENT", 1500, 2.0)
+    assert third.estimate == pytest.approx(100 * (18 - 20) / 1500)
+    assert third.confidence_interval[0] < third.estimate < third.confidence_interval[1]
+    assert "task points" in third.size and check(tiny, candidate, ids, **kwargs)["3"].n == 0
+    void = check(tiny, tiny, ids, tasks=same, **kwargs)
+    assert {a.word for a in void.answers} == {"VACUOUS"}
+    verdict = check(tiny, candidate, ids, **kwargs)
+    worse = with_task_quality(verdict, compare_tasks(base, flipped(base, 120, 0), control=control))
+    assert worse["3"].word == "DIFFERENT" and worse["1b"] == verdict["1b"]
+    blunt = with_task_quality(verdict, compare_tasks(base, base, control=base))
+    assert blunt["3"].word == "INCONCLUSIVE" and "could have shown harm" in blunt["3"].not_shown

@@ -13,6 +13,8 @@ from lossless_lab.pipeline.asked import decoding_for
 from lossless_lab.pipeline.recognition import applied, as_subject, tokenizer_of
 from lossless_lab.pipeline.study import Study
 from lossless_lab.pipeline.subjects import Live, Stored
+from lossless_lab.pipeline.tasks import with_task_quality
+from lossless_lab.semantic.tasks import TaskComparison
 from lossless_lab.verdict import Verdict
 
 
@@ -27,6 +29,7 @@ def check(
     floor: NoiseFloor | None = None,
     n_variants: int = 19,
     under_test: Sequence[str] = (),
+    tasks: TaskComparison | None = None,
     progress: bool = True,
 ) -> Verdict:
     """Is `candidate` lossless against `reference` on these prompts, and at which levels?
@@ -44,6 +47,7 @@ def check(
     floor : a noise floor measured before; by default it is measured where the logits differ.
     n_variants : harmless variants that set the floor (19 for a 5 % rule); 0 measures none.
     under_test : manifest fields that may differ besides those the entry changes.
+    tasks : items that both sides answered (`semantic.tasks.compare_tasks`), for level 3.
     progress : show what is being done.
 
     Returns
@@ -77,4 +81,5 @@ def check(
         n_variants=n_variants,
         progress=progress,
     )
-    return study.add(candidate, under_test=under_test)
+    verdict = study.add(candidate, under_test=under_test)
+    return verdict if tasks is None else with_task_quality(verdict, tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import complete
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.prompts.task_items import Task
-from lossless_lab.semantic.tasks import COLUMNS, answer_scores
+from lossless_lab.semantic.paired import smallest_margin
+from lossless_lab.semantic.tasks import COLUMNS, TaskComparison, answer_scores
+from lossless_lab.verdict import Answer, Verdict
 
 _TOKENS = 2048  # of one pass over prompts, all of one length
 
@@ -90,6 +93,32 @@ def answer(
         scores = answer_scores(text, task.answers)
         rows.append(_row(task, scores["recall"] == 1, np.nan, 0.0) | {"text": text} | scores)
     return pd.DataFrame(rows)
+
+
+def with_task_quality(verdict: Verdict, found: TaskComparison) -> Verdict:
+    """The verdict with its answer at level 3 from items; as it is where it is INVALID or VACUOUS."""
+    if verdict["3"].word != "NOT TESTED":
+        return verdict
+    blunt = found.frame.query("why != ''")["category"].tolist()
+    if found.table is None:
+        answer = Answer(level="3", word="INCONCLUSIVE", not_shown="no item could have shown harm")
+    else:
+        last = found.frame.iloc[-1]
+        smallest = smallest_margin(found.table.n, max(found.table.flip_rate, 1 / found.table.n))
+        hidden = ["other kinds of items"]
+        hidden += [f"categories without assay sensitivity ({', '.join(blunt)})"] if blunt else []
+        answer = Answer(
+            level="3",
+            word=last["word"],
+            estimate=100 * found.table.difference,
+            confidence_interval=(100 * last["low"], 100 * last["high"]),
+            margin=100 * found.margin,
+            n=found.table.n,
+            minimum_detectable_effect=100 * smallest,
+            not_shown="; ".join(hidden),
+        )
+    answers = tuple(answer if a.level == "3" else a for a in verdict.answers)
+    return replace(verdict, answers=answers)
 
 
 def _row(task: Task, right: bool, margin: float, chance: float) -> dict:

@@ -7,6 +7,7 @@ from .layers import layer_drift
 from .numerical import drift_by_stage, error_triangle, flips, local_error, survival, ulp_bars
 from .quantization import format_ladder, kl_tail, sensitivity_map
 from .speculation import acceptance_picture, convergence, power_curves
+from .tasks import margin_by_items, task_changes
 from .theme import COLOURS, PRESETS, axes, style
 
 __all__ = [
@@ -27,10 +28,12 @@ __all__ = [
     "kl_tail",
     "layer_drift",
     "local_error",
+    "margin_by_items",
     "power_curves",
     "sensitivity_map",
     "style",
     "survival",
+    "task_changes",
     "token_label",
     "ulp_bars",
 ]
