@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lossless_lab import paths, prompts
 from lossless_lab.pipeline import corpus
 from lossless_lab.pipeline.corpus import compare_on
+from lossless_lab.pipeline.sampling import next_tokens_law
 from lossless_lab.prompts import Document, PromptFileError
+from lossless_lab.statistical.sequences import sequence_distance
 from lossless_lab.statistical.summary import distance_summary
 
 PARTS = {part: prompts.read_documents(part=part) for part in ("evaluation", "calibration")}
@@ -265,6 +267,51 @@ def test_bad_input_is_named(t0, pair):
     for arguments, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             compare_on(*arguments, progress=False)
+
+
+# ---- whole sequences ---------------------------------------------------------------------------
+
+
+def exact_sequence_kl(reference, candidate, prompt, n_tokens):
+    """KL and TV of all continuations, by enumeration of their joint laws."""
+    laws = [next_tokens_law(m, prompt, n_tokens=n_tokens) for m in (reference, candidate)]
+    p, q = (law.probs for law in laws)
+    return float((p * np.log(p / q)).sum()), float(abs(p - q).sum() / 2)
+
+
+def test_the_kl_of_sequences_is_that_of_their_joint_law(pair):
+    """Against enumeration of all 97² continuations; on the candidate's own text it is another."""
+    prompt, rng = [5, 9, 13], np.random.default_rng(11)
+    other = model(nudged(pair[0].network, 0.2))
+    kl, tv = exact_sequence_kl(pair[0], other, prompt, 2)
+    frame = corpus.compare_sequences(pair[0], other, prompt, n_tokens=2, n_sequences=3000, rng=rng)
+    found = sequence_distance(frame, confidence=0.999)
+    assert found.low < kl < found.high and found.high - found.low < kl
+    assert (found.n_sequences, found.n_tokens) == (3000, 2)
+    assert tv <= found.tv_at_most * 1.05 and "2 tokens drawn from the reference" in str(found)
+    assert frame["position"].unique().tolist() == [2, 3]
+    swapped = corpus.compare_sequences(
+        other, pair[0], prompt, n_tokens=2, n_sequences=3000, rng=rng
+    )
+    wrong = swapped.groupby("document")["kl_candidate_reference_nats"].sum().mean()
+    assert not found.low < wrong < found.high  # the same sum on text drawn from the candidate
+
+
+def test_text_that_was_not_drawn_from_the_reference_has_no_sequence_kl(pair):
+    frame = compare_on(
+        *pair, ["a text of one length"] * 1 + ["b text of one length"], progress=False
+    )
+    with pytest.raises(
+        ValueError, match="on which alone KL adds up; got text of a corpus in row 0"
+    ):
+        sequence_distance(frame)
+    drawn = frame.assign(drawn_from="reference")
+    with pytest.raises(ValueError, match="at least 30 clusters for an interval; got 2"):
+        sequence_distance(drawn)
+    with pytest.raises(ValueError, match="sequences of one length"):
+        sequence_distance(drawn[1:])
+    with pytest.raises(ValueError, match="got text of candidate in row 0"):
+        sequence_distance(frame.assign(drawn_from="candidate"))
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from lossless_lab.numerical.parts import compiled_parts
+from lossless_lab.pipeline.sampling import draw
 from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.divergences import MEASURES, divergences
 
@@ -60,6 +62,47 @@ def compare_on(
     (9, 0.0)
     """
     tokens, n_cut = read_tokens(reference, candidate, documents, max_tokens)
+    frame = _read_in_lockstep(reference, candidate, tokens, progress)
+    if progress:
+        print(f"{len(frame)} tokens of {len(tokens)} documents, {n_cut} cut at {max_tokens} tokens")
+    return frame
+
+
+def compare_sequences(
+    reference: Any,
+    candidate: Any,
+    prompt_ids: Sequence[int],
+    *,
+    n_tokens: int = 32,
+    n_sequences: int = 128,
+    rng: np.random.Generator,
+) -> pd.DataFrame:
+    """`compare_on` over continuations drawn from the reference, where KL adds up.
+
+    `statistical.sequences.sequence_distance` makes the KL of whole sequences of it.
+
+    Parameters
+    ----------
+    prompt_ids : ids that all sequences follow; they are read, not judged.
+    n_tokens : of each sequence, drawn at temperature 1 from the whole law; none ends early.
+
+    Returns
+    -------
+    DataFrame
+        As `compare_on`, document numbering the sequences, with drawn_from = "reference".
+    """
+    start = list(prompt_ids)
+    drawn = draw(reference, start, n_sequences, n_tokens=n_tokens, rng=rng)
+    tokens = {str(i): [*start, *row] for i, row in enumerate(drawn.tolist())}
+    frame = _read_in_lockstep(reference, candidate, tokens, progress=False)
+    frame = frame[frame["position"] >= len(start) - 1]
+    return frame.assign(drawn_from="reference").reset_index(drop=True)
+
+
+def _read_in_lockstep(
+    reference: Any, candidate: Any, tokens: dict[str, list[int]], progress: bool
+) -> pd.DataFrame:
+    """Distances at every predicted token of all texts, in their order."""
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
     sizes = [network.config.get_text_config().vocab_size for network in networks]
     if sizes[0] != sizes[1]:
@@ -77,8 +120,6 @@ def compare_on(
     frame = pd.concat(frames)
     order = {name: i for i, name in enumerate(tokens)}
     frame = frame.sort_values("document", key=lambda d: d.map(order), kind="stable")
-    if progress:
-        print(f"{len(frame)} tokens of {len(tokens)} documents, {n_cut} cut at {max_tokens} tokens")
     return frame.reset_index(drop=True)
 
 

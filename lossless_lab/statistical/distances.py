@@ -78,8 +78,9 @@ def likeliest(z: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torc
     >>> first.tolist(), values.tolist(), sorted(ids[0].tolist())
     ([1], [[3.0, 3.0, 2.0]], [1, 2, 3])
     """
-    padded = torch.nn.functional.pad(z, (0, -z.shape[-1] % _BLOCK), value=-math.inf)
-    blocks = padded.unflatten(-1, (-1, _BLOCK))
+    if missing := -z.shape[-1] % _BLOCK:
+        z = torch.nn.functional.pad(z, (0, missing), value=-math.inf)
+    blocks = z.unflatten(-1, (-1, _BLOCK))
     largest = blocks.amax(-1)
     block = largest.argmax(-1)
     inside = blocks[torch.arange(len(z), device=z.device), block].argmax(-1)
