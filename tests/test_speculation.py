@@ -2,13 +2,26 @@
 
 import functools
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, T0_GREEDY_S, build_t0
 
 from lossless_lab import Decoding, TransformersEngine, check
+from lossless_lab.engines.drawing import continuously_batched, drawn
+from lossless_lab.engines.speculative import exact_output_law, processed_logits
 from lossless_lab.optimizations import speculation
 from lossless_lab.optimizations.witness import cache_of, observe
+from lossless_lab.pipeline.sampling import next_tokens_law
+from lossless_lab.pipeline.speculation import (
+    acceptance_along,
+    measured_drafts,
+    pass_ms,
+    passes_along,
+    speed_model,
+)
+from lossless_lab.statistical.sampler_verdict import judge_sampler
 
 REPEATING = (5, 9, 13, 40) * 3
 PROMPTS = [REPEATING, PROMPT_L, PROMPT_S]
@@ -149,3 +162,137 @@ def test_b04_a_near_tie_in_half_precision_is_not_taken_for_a_bookkeeping_fault()
     )  # fmt: skip
     if verdict.supporting["exact share"] < 1:  # as on the machine of the case
         assert "near tie, rounding in bfloat16" in verdict.cause
+
+
+# how fast
+
+
+def simulated(kept, n_draft, rng):
+    """Passes and drafts of one run of speculative decoding along a text, by throwing coins."""
+    at = passes = drafted = 0
+    while at < len(kept):
+        n_here = min(n_draft, len(kept) - at - 1)
+        coins = rng.random(n_here) < kept[at : at + n_here]
+        at += (int(np.argmin(coins)) if not coins.all() else n_here) + 1
+        passes, drafted = passes + 1, drafted + n_here
+    return passes, drafted
+
+
+@pytest.mark.parametrize("n_draft", [1, 2, 3, 7])
+def test_passes_along_a_text_equal_their_simulation(n_draft):
+    rng = np.random.default_rng(n_draft)
+    kept = rng.beta(0.6, 0.4, 40)
+    runs = np.array([simulated(kept, n_draft, rng) for _ in range(4000)])
+    mean, error = runs.mean(0), runs.std(0) / np.sqrt(len(runs))
+    assert np.all(np.abs(mean - passes_along(kept, n_draft)) < 4 * error + 1e-9)
+
+
+def test_the_rule_of_thumb_holds_where_acceptance_is_constant_and_fails_where_it_varies():
+    def frame(values):
+        return pd.DataFrame({"text": 0, "acceptance": values, "kept": values})
+
+    even = speed_model(frame(np.full(4000, 0.75)), cost_ratio=0.1, n_drafts=[7])
+    assert even["tokens_per_pass"][0] == pytest.approx(3.60, abs=0.01)  # the published figure
+    assert abs(even["rule_error"][0]) < 2e-3
+    spells = np.repeat(np.tile([0.99, 0.51], 40), 50)  # same mean, in long spells
+    uneven = speed_model(frame(spells), cost_ratio=0.1, n_drafts=[7])
+    assert uneven["rule"][0] == pytest.approx(even["rule"][0])
+    assert uneven["rule_error"][0] > 0.1  # slow passages take most of the passes
+
+
+def test_the_best_number_of_drafts_by_hand():
+    frame = pd.DataFrame({"text": 0, "acceptance": [0.5] * 3000, "kept": [0.5] * 3000})
+    found = speed_model(frame, cost_ratio=0.25, n_drafts=[1, 2, 3])
+    assert found["speed_up"].round(2).tolist() == [
+        1.2,
+        1.17,
+        1.07,
+    ]  # 1.5/1.25, 1.75/1.5, 1.875/1.75
+    assert found["n_draft"][found["best"]].tolist() == [1]
+    costs = {2: 1.5, 3: 2.0, 4: 2.5}
+    slow = speed_model(frame, cost_ratio=0.25, pass_costs=costs, n_drafts=[1, 2, 3])
+    assert (slow["speed_up"] < 1).all()
+
+
+SAMPLED = Decoding(max_new_tokens=40, temperature=1.0, stop_token_ids=())
+
+
+def test_predicted_passes_and_acceptance_are_the_measured_ones(t0):
+    draft = build_t0()
+    with torch.no_grad():  # a draft that agrees now and then
+        draft.model.layers[1].mlp.down_proj.weight *= 0.5
+    rows = [[1, i] for i in range(2, 26)]
+    done = TransformersEngine(t0, batch_size=24).generate(rows, SAMPLED, seed=5)
+    texts = [(c.prompt_ids, c.output_ids) for c in done]
+    acceptance = acceptance_along(t0, draft, texts)
+    assert 0.2 < acceptance["acceptance"].mean() < 0.95
+    assert acceptance["kept"].mean() == pytest.approx(acceptance["acceptance"].mean(), abs=0.05)
+    config = draft.generation_config.to_dict()
+    told = measured_drafts(t0, draft, rows[:12], SAMPLED, n_draft=3)
+    predicted = speed_model(acceptance, cost_ratio=0.3, n_drafts=[3]).iloc[0]
+    assert told["tokens_per_pass"] == pytest.approx(predicted["tokens_per_pass"], rel=0.15)
+    assert told["accepted_share"] == pytest.approx(predicted["accepted_share"], abs=0.08)
+    assert draft.generation_config.to_dict() == config
+
+
+def test_acceptance_is_one_minus_the_total_variation_of_uncached_laws(t0):
+    draft = build_t0(num_hidden_layers=1)
+    (frame,) = [acceptance_along(t0, draft, [(PROMPT_S, (17, 22, 71))], temperature=0.8, top_k=9)]
+    ids = torch.tensor([[*PROMPT_S, 17]])
+    laws = []
+    for network in (t0, draft):
+        with torch.no_grad():
+            x = (network(ids).logits[0, -1].double() / 0.8).numpy()
+        x[np.argsort(-x)[9:]] = -np.inf
+        laws.append(np.exp(x - x.max()) / np.exp(x - x.max()).sum())
+    assert frame["acceptance"][1] == pytest.approx(np.minimum(*laws).sum(), abs=1e-4)
+    assert frame["kept"][1] == pytest.approx(min(1, laws[1][22] / laws[0][22]), abs=1e-4)
+
+
+def test_a_poor_draft_is_slow_and_not_wrong(t0):
+    """A draft with other weights altogether: nearly all rejected, the law still the target's."""
+    poor = build_t0(num_hidden_layers=1, initializer_range=0.05)
+    settings = Decoding(max_new_tokens=2, temperature=1.0, top_k=6, stop_token_ids=())
+    laws = [processed_logits(network, PROMPT_S, settings) for network in (t0, poor)]
+    target, drafted = (logits(())[0] for logits in laws)
+    found = exact_output_law(target, drafted, drafted.double().softmax(-1))
+    probs = [x.double().softmax(-1) for x in (target, drafted)]
+    assert torch.minimum(*probs).sum() < 0.3
+    assert abs(found - probs[0]).max() < 3e-7
+
+
+def test_pass_times_are_positive_and_leave_no_cache_behind(t0):
+    assert 0 < pass_ms(t0, PROMPT_S, 3, repeats=3) < 1000
+
+
+def test_drafting_with_another_vocabulary_is_refused(t0, tiny_draft):
+    with pytest.raises(ValueError, match="must share a vocabulary; got 97, 512"):
+        acceptance_along(t0, tiny_draft, [(PROMPT_S, (1, 2))])
+    with pytest.raises(ValueError, match="`cost_ratio` must be at least 0"):
+        speed_model(pd.DataFrame({"text": [], "acceptance": [], "kept": []}), cost_ratio=-1)
+
+
+# whole calls of transformers, held against the enumerated law
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_whole_assisted_calls_follow_the_exact_joint_law(t0, kind):
+    settings = Decoding(max_new_tokens=3, temperature=1.0, top_k=3, stop_token_ids=())
+    law = next_tokens_law(t0, REPEATING, top_k=3)
+    sampled = drawn(engine_of(t0, ENTRIES[kind]()), REPEATING, 150, settings)
+    assert not judge_sampler(*law.counted(sampled), margin=0.05).rejected
+
+
+def test_plain_and_continuous_batches_follow_the_exact_joint_law(t0):
+    network, settings = build_t0(), Decoding(
+        max_new_tokens=2, temperature=0.8, top_k=3, stop_token_ids=(), seed=1
+    )  # fmt: skip
+    law = next_tokens_law(t0, PROMPT_S, temperature=0.8, top_k=3)
+    batched = drawn(TransformersEngine(t0, batch_size=256), PROMPT_S, 2000, settings)
+    paged = continuously_batched(network, PROMPT_S, 400, settings)
+    assert network.config._attn_implementation == t0.config._attn_implementation
+    for sampled in (batched, paged):
+        assert not judge_sampler(*law.counted(sampled), margin=0.05).rejected
+    assert (continuously_batched(network, PROMPT_S, 400, settings) == paged).all()
+    with pytest.raises(ValueError, match="min_p` must be 0"):
+        continuously_batched(t0, PROMPT_S, 4, Decoding(temperature=1.0, min_p=0.1))
