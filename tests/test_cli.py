@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -393,10 +394,69 @@ def test_the_command_as_its_own_process(there, tmp_path):
     assert done.stdout.startswith("run against before: 1a logits bitwise equal: PROVEN")
 
 
-@pytest.mark.parametrize("command", ["run", "runs", "compare", "models", "kv-cache", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["run", "runs", "answer", "compare", "models", "kv-cache", "doctor"]
+)
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     told = capsys.readouterr().out
     assert told.startswith(f"usage: lossless-lab {command}")
     assert "Exit code" in told or command != "compare"
+
+
+# --- the gate: task items, JUnit
+
+
+def scored(path, n, wrong):
+    """A table of `answer`: the first `wrong` of n items are wrong."""
+    rows = [f"i{k},facts,g{k},{k >= wrong},{1.0 if k >= wrong else -1.0},0.25\n" for k in range(n)]
+    path.write_text("id,category,group,right,margin_nats,chance\n" + "".join(rows), "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("wrong, code, word", [(100, 0, "EQUIVALENT"), (220, 1, "DIFFERENT")])
+def test_task_items_answer_level_3(there, tmp_path, capsys, wrong, code, word):
+    sides = [scored(tmp_path / f"{n}.csv", 1500, n) for n in (100, wrong, 700)]
+    runs_ = [str(there / "before"), str(there / "batched")]
+    assert main(["check", *runs_, "--require", "semantic", "--items", *sides]) == code
+    assert f"3 same task quality: {word}" in capsys.readouterr().out
+    main(["check", *runs_, "--require", "semantic", "--items", *sides, "--margin-points", "50"])
+    assert "3 same task quality: EQUIVALENT" in capsys.readouterr().out
+
+
+def test_without_items_or_assay_sensitivity_the_gate_does_not_open(there, tmp_path, capsys):
+    runs_ = [str(there / "before"), str(there / "batched")]
+    assert main(["check", *runs_, "--require", "semantic"]) == 2
+    sides = [scored(tmp_path / f"{n}.csv", 200, 20) for n in "abc"]  # the control is no worse
+    assert main(["check", *runs_, "--require", "semantic", "--items", *sides]) == 2
+    assert "no item could have shown harm" in capsys.readouterr().out
+    assert main(["check", *runs_, "--items", sides[0]]) == 3
+    assert "takes two tables" in capsys.readouterr().err
+
+
+def test_junit_says_what_the_exit_code_says(there, capsys):
+    for other, code in (("again", 0), ("batched", 2), ("draft", 1)):
+        asked = ["check", str(there / "before"), str(there / other), "--format", "junit"]
+        assert main(asked) == code
+        suite = ElementTree.fromstring(capsys.readouterr().out)
+        assert int(suite.get("failures")) == len(suite.findall("testcase/failure")) == (code > 0)
+        assert len(suite.findall("testcase")) == int(suite.get("tests")) == 5
+        assert len(suite.findall("testcase/skipped")) == int(suite.get("skipped"))
+
+
+def test_answer_writes_one_row_per_item(tmp_path, capsys):
+    tasks = lines(
+        tmp_path / "tasks.jsonl",
+        [
+            {"id": "a", "category": "facts", "language": "en", "prompt": "def", "answer": 0,
+             "choices": [" f", " 7"]},
+            {"id": "b", "category": "free", "language": "en", "prompt": "x =", "answers": ["1"]},
+        ],
+    )  # fmt: skip
+    assert main(["answer", str(tmp_path / "out" / "a.csv"), "--tasks", str(tasks)]) == 0
+    table = (tmp_path / "out" / "a.csv").read_text("utf-8").splitlines()
+    assert len(table) == 3 and table[0].startswith("id,category,group,right,margin_nats,chance")
+    assert "of 2 items right" in capsys.readouterr().out
+    missing = str(tmp_path / "none.jsonl")
+    assert main(["answer", str(tmp_path / "b.csv"), "--tasks", missing]) == 3

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
     """A command's function; its room is imported only now, so that --help is quick."""
-    from lossless_lab.cli import comparing, listing, recording
+    from lossless_lab.cli import answering, comparing, listing, recording
 
     return {
         "models": listing.models,
@@ -48,6 +48,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
         "doctor": listing.doctor,
         "kv-cache": listing.kv_cache,
         "run": recording.run,
+        "answer": answering.answer,
         "compare": comparing.compare,
     }[name]
 

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from safetensors import SafetensorError
 
 from lossless_lab.pipeline import Stored, as_subject, check
 from lossless_lab.runs.folder import write_json
+from lossless_lab.semantic.tasks import TaskComparison, compare_tasks
 from lossless_lab.semantic.text import similarity
 from lossless_lab.verdict import Verdict
+from lossless_lab.verdict.junit import junit
 
+TYPES = {"id": str, "category": str, "group": str, "right": bool}
 HINT = "; if that is what you test, allow it with --under-test FIELD"
 
 
@@ -28,9 +32,10 @@ def compare(arguments: argparse.Namespace) -> int:
         *sides,
         margins={level: value for level, value in given.items() if value is not None},
         under_test=arguments.under_test,
+        tasks=_items(arguments.items, arguments.margin_points / 100),
         progress=sys.stderr.isatty(),
     )
-    print(_printed(verdict, arguments.format))
+    print(_printed(verdict, arguments.format, arguments.require))
     if arguments.out is not None:
         write_json(arguments.out / "verdict.json", json.loads(verdict.to_json()))
         write_json(arguments.out / "metrics.json", _record(sides, verdict))
@@ -52,10 +57,26 @@ def _side(path: Path) -> Stored:
         raise ValueError(f"{path} is damaged, or no file of logits: {error}") from None
 
 
-def _printed(verdict: Verdict, form: str) -> str:
+def _items(tables: list[Path], margin: float) -> TaskComparison | None:
+    """Both sides' task items compared; None where there are none."""
+    if not tables:
+        return None
+    if len(tables) not in (2, 3):
+        raise ValueError(
+            "`--items` takes two tables, of reference and candidate, and a third of a control; "
+            f"got {len(tables)}"
+        )
+    read = [pd.read_csv(path, keep_default_na=False, na_values={"margin_nats": [""]}, dtype=TYPES)
+            for path in tables]  # fmt: skip
+    return compare_tasks(*read[:2], margin=margin, control=read[2] if read[2:] else None)
+
+
+def _printed(verdict: Verdict, form: str, require: str) -> str:
     text = "\n".join(filter(None, [verdict.sentence, verdict.supporting_line]))
     if form == "markdown":
         return f"{verdict.to_markdown()}\n\n{text}"
+    if form == "junit":
+        return junit(verdict, require=require)
     return {"text": lambda: text, "latex": verdict.to_latex, "json": verdict.to_json}[form]()
 
 

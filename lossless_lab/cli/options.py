@@ -69,26 +69,42 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_run(command("run", "run prompts through a model and keep the outputs"))
 
+    _add_answer(command("answer", "answer task items and keep who was right"))
+
     listed = command("runs", "list all runs side by side")
     listed.add_argument("--root", type=Path, default=paths.RUNS, help="folder searched in depth")
     listed.add_argument("--write", type=Path, metavar="FILE.md", help="keep the table in this file")
 
     raw = argparse.RawDescriptionHelpFormatter
-    text = "compare two run folders, files of logits or text files"
-    _add_compare(command("compare", text, description=COMPARE, formatter_class=raw))
+    text = "compare two run folders, files of logits or text files; a gate for CI"
+    more = {"description": COMPARE, "formatter_class": raw, "aliases": ["check"]}
+    _add_compare(command("compare", text, **more))
 
     _add_kv_cache(command("kv-cache", "how much memory a model's KV cache takes"))
     command("doctor", "what this machine has, and what is missing")
     return parser
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="tiny-target", help="name, Hub id or folder (%(default)s)")
+    add("--dtype", default="float32", help="float32, bfloat16, … (%(default)s)")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps, auto (%(default)s)")
+    add("--attention", default="sdpa", help="kernel: sdpa, eager, … (%(default)s)")
+    add("--optimization", default="none", help="catalogue entry, such as int8-channel")
+
+
+def _add_answer(answer: argparse.ArgumentParser) -> None:
+    answer.add_argument("out", type=Path, metavar="OUT.csv", help="table to write, a row per item")
+    _add_model(answer)
+    text = "JSONL task file (see data/tasks/README.md); by default the bundled choice items"
+    answer.add_argument("--tasks", type=Path, metavar="FILE", help=text)
+    answer.add_argument("--every", type=_count, default=1, metavar="N", help="ask each N-th item")
+
+
 def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("folder", type=Path, help="run folder; an unfinished one is resumed")
-    run.add_argument("--model", default="tiny-target", help="name, Hub id or folder (%(default)s)")
-    run.add_argument("--dtype", default="float32", help="float32, bfloat16, … (%(default)s)")
-    run.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, auto (%(default)s)")
-    run.add_argument("--attention", default="sdpa", help="kernel: sdpa, eager, … (%(default)s)")
-    run.add_argument("--optimization", default="none", help="catalogue entry, such as batch-8")
+    _add_model(run)
     run.add_argument("--batch-size", type=_count, help="rows per batch (1, or the entry's own)")
     run.add_argument("--save-logits", action="store_true", help="keep the full logits as well")
     run.add_argument("--top-logprobs", type=int, default=0, help="kept per token (%(default)s)")
@@ -116,7 +132,11 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     add("--margin-tv", type=_share, metavar="TV", help=tv)
     fields = "manifest fields that may differ, such as batch_size"
     add("--under-test", nargs="+", default=[], metavar="FIELD", help=fields)
-    forms = ("text", "markdown", "latex", "json")
+    text = "tables of `answer`, for level 3: reference, candidate and, better, a known-bad control"
+    add("--items", nargs="+", type=Path, default=[], metavar="FILE.csv", help=text)
+    points = "task points that may be lost (2)"
+    add("--margin-points", type=_points, default=2.0, metavar="POINTS", help=points)
+    forms = ("text", "markdown", "latex", "json", "junit")
     add("--format", choices=forms, default="text", help="of what is printed (%(default)s)")
     add("--out", type=Path, metavar="FOLDER", help="write metrics.json and verdict.json there")
 
@@ -160,6 +180,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
     return int(text)
+
+
+def _points(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 100 points; got {text!r}")
+    return value
 
 
 def _share(text: str) -> float:

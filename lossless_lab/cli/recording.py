@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     name = arguments.optimization
     entry = None if name == "none" else optimizations.find(name)
     read = prompts.read(arguments.prompts)
-    model = _loaded(arguments)
+    model = loaded(arguments)
     asked = _fitting(read, model, decoding.max_new_tokens, arguments.limit)
     settings: dict[str, Any] = {"top_logprobs": arguments.top_logprobs}
     if entry is not None:
@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{len(run.records)} outputs in {arguments.folder}")
 
 
-def _loaded(arguments: argparse.Namespace) -> models.Model:
+def loaded(arguments: argparse.Namespace) -> models.Model:
+    """The model that --model, --dtype, --device and --attention name."""
     try:
         return models.load(
             arguments.model,

@@ -96,7 +96,7 @@ def answer(
 
 
 def with_task_quality(verdict: Verdict, found: TaskComparison) -> Verdict:
-    """The verdict with its answer at level 3 from items; as it is where it is INVALID or VACUOUS."""
+    """The verdict with its answer at level 3 from items; INVALID and VACUOUS ones stay so."""
     if verdict["3"].word != "NOT TESTED":
         return verdict
     blunt = found.frame.query("why != ''")["category"].tolist()
