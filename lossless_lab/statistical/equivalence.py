@@ -84,7 +84,8 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
 
     *Any difference.* TV = P(S) − probs(S) for one set S, and P(S) ≤ u(share of S), the exact
     binomial limit, a concave function: so TV ≤ max over all S of u(share of S) − probs(S), found
-    by duality. At most TV̂ + 1.17/√n where TV̂ + √(ln 20 / 2n) is + 1.22/√n.
+    by duality. From n = 100 on at most TV̂ + 1.21/√n, where the simple limit TV̂ + √(ln 20 / 2n)
+    is at TV̂ + 1.22/√n.
 
     *Spread over tokens.* 4 TV² ≤ U = Σ (p − probs)²/w for weights w that sum to 1. With w as
     probs^⅔, the unbiased estimate of U errs by little where TV̂ is all noise; U's limit is the

@@ -51,6 +51,8 @@ class TokenShares(Result):
 def token_share_tests(counts: ArrayLike, probs: ArrayLike) -> TokenShares:
     """Exact two-sided binomial tests, p = 2·min(P(X ≤ n), P(X ≥ n)), Holm over all tokens.
 
+    Tokens that cannot be and were not drawn are no tests.
+
     Raises
     ------
     ValueError
@@ -89,4 +91,7 @@ def _two_sided(
 ) -> TokenShares:
     """Of the probabilities of as few and of as many; floored where they underflow."""
     pvalues = np.clip(2 * np.minimum(below, above), np.finfo(float).tiny, 1)
-    return TokenShares(counts=counts, probs=probs, pvalues=pvalues, adjusted=holm(pvalues))
+    tested = (counts > 0) | (probs > 0)
+    adjusted = np.ones(len(pvalues))
+    adjusted[tested] = holm(pvalues[tested])
+    return TokenShares(counts=counts, probs=probs, pvalues=pvalues, adjusted=adjusted)

@@ -13,7 +13,7 @@ _TANGENTS = 33
 
 def weights(q: np.ndarray) -> np.ndarray:
     """q^⅔, floored where it would divide by nothing, summing to 1."""
-    w = np.maximum(q, 1e-4 / len(q)) ** (2 / 3)
+    w = np.maximum(q, 1e-6 / len(q)) ** (2 / 3)
     return w / w.sum()
 
 
