@@ -102,7 +102,8 @@ _BOUND_LAWS = [
 # margin -> draws
 _MARGINS = {0.05: 10_000, 0.01: 100_000}
 # share of the margin, and where the bias lies
-_BIASES = [(0, "none"), *((share, at) for share in (0.5, 1) for at in ("spread", "one token"))]
+_SHAPES = "spread", "one token", "temperature"
+_BIASES = [(0, "none"), *((share, shape) for share in (0.5, 1) for shape in _SHAPES)]
 
 
 def _naive(counts: np.ndarray, probs: np.ndarray) -> np.ndarray:

@@ -53,6 +53,8 @@ class TVBound(Result):
         """
         if not 0 < margin < 1:
             raise ValueError(f"`margin` must be above 0 and below 1; got {margin}")
+        if _perfect(self, 1) <= margin:
+            return 1 if self.known else 2
         enough = ((math.sqrt(len(self.law)) + 3) / margin) ** 2
         log_n = optimize.brentq(
             lambda x: math.log(_perfect(self, math.exp(x)) / margin), 0, math.log(enough), xtol=1e-3
