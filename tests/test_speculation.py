@@ -203,11 +203,8 @@ def test_the_rule_of_thumb_holds_where_acceptance_is_constant_and_fails_where_it
 def test_the_best_number_of_drafts_by_hand():
     frame = pd.DataFrame({"text": 0, "acceptance": [0.5] * 3000, "kept": [0.5] * 3000})
     found = speed_model(frame, cost_ratio=0.25, n_drafts=[1, 2, 3])
-    assert found["speed_up"].round(2).tolist() == [
-        1.2,
-        1.17,
-        1.07,
-    ]  # 1.5/1.25, 1.75/1.5, 1.875/1.75
+    by_hand = [1.5 / 1.25, 1.75 / 1.5, 1.875 / 1.75]
+    assert found["speed_up"].tolist() == pytest.approx(by_hand, rel=1e-3)
     assert found["n_draft"][found["best"]].tolist() == [1]
     costs = {2: 1.5, 3: 2.0, 4: 2.5}
     slow = speed_model(frame, cost_ratio=0.25, pass_costs=costs, n_drafts=[1, 2, 3])
@@ -280,7 +277,8 @@ def test_whole_assisted_calls_follow_the_exact_joint_law(t0, kind):
     settings = Decoding(max_new_tokens=3, temperature=1.0, top_k=3, stop_token_ids=())
     law = next_tokens_law(t0, REPEATING, top_k=3)
     sampled = drawn(engine_of(t0, ENTRIES[kind]()), REPEATING, 150, settings)
-    assert not judge_sampler(*law.counted(sampled), margin=0.05).rejected
+    judged = judge_sampler(*law.counted(sampled), margin=0.05)
+    assert judged.pvalue > 1e-3 and not judged.n_impossible
 
 
 def test_plain_and_continuous_batches_follow_the_exact_joint_law(t0):
@@ -292,7 +290,8 @@ def test_plain_and_continuous_batches_follow_the_exact_joint_law(t0):
     paged = continuously_batched(network, PROMPT_S, 400, settings)
     assert network.config._attn_implementation == t0.config._attn_implementation
     for sampled in (batched, paged):
-        assert not judge_sampler(*law.counted(sampled), margin=0.05).rejected
+        judged = judge_sampler(*law.counted(sampled), margin=0.05)
+        assert judged.pvalue > 1e-3 and not judged.n_impossible
     assert (continuously_batched(network, PROMPT_S, 400, settings) == paged).all()
     with pytest.raises(ValueError, match="min_p` must be 0"):
         continuously_batched(t0, PROMPT_S, 4, Decoding(temperature=1.0, min_p=0.1))
