@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import divergences as benchmark
 from lossless_lab.statistical import distances, laws
 from lossless_lab.statistical.divergences import (
     MEASURES,
@@ -28,11 +29,12 @@ from lossless_lab.statistical.divergences import (
 )
 
 INF = math.inf
+FIVE = (*MEASURES, "hellinger")
 BATCH = [[2, 1, 0, 0.5], [0, 0, 3, 1]], [[1.5, 1, 0.2, 0.5], [0, 0.5, 2, 1]]
 
 
 def exact(a, b):
-    """The four measures of two rows of logits in 50 digits, by their definitions."""
+    """FIVE of two rows of logits in 50 digits, by their definitions."""
     with mpmath.workdps(50):
 
         def law(row):
@@ -48,7 +50,9 @@ def exact(a, b):
         p, q = law(a), law(b)
         m = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
         tv = mpmath.fsum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2
-        return [float(v) for v in (kl(p, q), kl(q, p), (kl(p, m) + kl(q, m)) / 2, tv)]
+        steps = (mpmath.sqrt(x) - mpmath.sqrt(y) for x, y in zip(p, q, strict=True))
+        root = mpmath.sqrt(mpmath.fsum(step**2 for step in steps) / 2)
+        return [float(v) for v in (kl(p, q), kl(q, p), (kl(p, m) + kl(q, m)) / 2, tv, root)]
 
 
 def rows(kind, size, scale, dtype):
@@ -85,7 +89,7 @@ def test_relative_precision_against_mpmath(kind, dtype, tolerance):
         for scale in (2e-6, 1e-5, 1e-3, 0.1, 1.0, 5.0):
             a, b = rows(kind, size, scale, dtype)
             row = divergences(a[None], b[None]).frame.iloc[0]
-            for measure, truth in zip(MEASURES, exact(a, b), strict=True):
+            for measure, truth in zip(FIVE, exact(a, b), strict=True):
                 if truth >= 1e-12:
                     assert row[measure] == pytest.approx(truth, rel=tolerance), (measure, scale)
                 assert row[measure] >= 0
@@ -98,7 +102,7 @@ def test_relative_precision_at_49152_entries(dtype, tolerance):
     row = divergences(a[None], b[None]).frame.iloc[0]
     expected = exact(a, b)
     assert 1e-12 < min(expected) < 1e-11
-    assert row[list(MEASURES)].tolist() == pytest.approx(expected, rel=tolerance)
+    assert row[list(FIVE)].tolist() == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_textbook_sum_would_fail():
@@ -170,6 +174,11 @@ def test_raw_against_processed_logprobs():
     a, b = from_logits(logits), from_logits(logits / 0.7)
     values = kl_divergence(a, b), kl_divergence(b, a), total_variation(a, b)
     assert np.allclose(values, (0.0285, 0.0252, 0.0890), atol=5e-5)
+    sides = torch.tensor(logits)[None], torch.tensor(logits / 0.7)[None]
+    assert divergences(*sides).mean(MEASURES[0]) == pytest.approx(float(values[0]), rel=1e-9)
+    processed = np.array([-0.542, -1.256, -2.256, -3.542])  # as a server prints them
+    recovered = from_logits(0.7 * processed)  # p^T, renormalised
+    assert float(kl_divergence(from_logits([-0.708, -1.208, -1.908, -2.808]), recovered)) < 1e-6
 
 
 def test_equal_to_scipy():
@@ -275,6 +284,47 @@ def test_only_what_float32_cannot_give_is_computed_in_float64(kind, monkeypatch)
     assert again == [5]  # masked, filtered, shifted, rare and far
     alone = pd.concat([divergences(a[None], b[None]).frame for a, b in pairs], ignore_index=True)
     pd.testing.assert_frame_equal(found, alone.assign(position=range(len(KINDS))), rtol=1e-6)
+
+
+def test_the_plain_way_to_write_it_computes_the_same_set(tiny_logits):
+    """So that the benchmark's comparison is fair."""
+    a, b = (z.double() for z in tiny_logits)
+    correct = torch.arange(len(a)) % a.shape[1]
+    found = divergences(a.float(), b.float(), correct_ids=correct.tolist()).frame
+    plain = {k: v.numpy() for k, v in benchmark.plain(a, b, correct).items()}
+    names = {
+        "forward": MEASURES[0], "backward": MEASURES[1], "js": MEASURES[2], "tv": MEASURES[3],
+        "hellinger": "hellinger", "margin": "reference_margin",
+    }  # fmt: skip
+    for name, column in names.items():
+        np.testing.assert_allclose(found[column], plain[name], rtol=1e-4, atol=1e-6)
+    pairs = {
+        "entropies": ("reference_entropy_nats", "candidate_entropy_nats"),
+        "tops": ("reference_top_id", "candidate_top_id"),
+        "correct": ("reference_logprob", "candidate_logprob"),
+        "logits": ("logit_rms", "logit_peak"),
+    }
+    for name, columns in pairs.items():
+        np.testing.assert_allclose(found[list(columns)].T, plain[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["top10_overlap"] * 10, plain["overlap"])
+
+
+@pytest.mark.slow
+def test_compiled_it_gives_the_same_values():
+    """Within 2e-5 of eager (sums in another order), exactly 0 on identical logits."""
+    pairs = [rows("random", 4096, scale, torch.float32) for scale in (0, 1e-5, 0.1, 1.0)]
+    a, b = map(torch.stack, zip(*pairs, strict=True))
+    eager, sure = distances._in_float32(a, b, a.argmax(-1, True), None, None)
+    compiled, same = benchmark.compiled()(a, b, a.argmax(-1, True), None, None)
+    assert sure.all() and same.all()
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name], rtol=2e-5, atol=0)
+    assert all(compiled[name][0] == 0 for name in FIVE)
+    plain = torch.compile(lambda x: torch.expm1(x))(torch.full((512,), 1e-9))
+    if (plain == 0).all():  # why it needs an expm1 of its own
+        broken, _ = torch.compile(distances._in_float32)(a, b, a.argmax(-1, True), None, None)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(broken["hellinger"], eager["hellinger"], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1000, 4096])

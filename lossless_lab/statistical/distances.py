@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.linalg import vecdot
@@ -97,10 +97,12 @@ def _in_float32(
     top: torch.Tensor,
     tokens: torch.Tensor | None,
     room: Sequence[torch.Tensor] | None,
+    expm1: Callable[..., torch.Tensor] = torch.expm1,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The distances, and which rows of them hold; top: [rows, 1], a likeliest token of a.
 
-    Out of room, which may be none: torch then makes new tensors, and a compiler fuses all.
+    Without room torch makes new tensors, and a compiler can fuse everything. It must be given
+    another expm1 then: torch.compile writes exp(x) − 1 on CPUs, which is 0 for small x.
     """
     x, p, d, e, w, z = [None] * 6 if room is None else room
 
@@ -115,7 +117,7 @@ def _in_float32(
     mean, low, high = d.mean(-1), d.amin(-1), d.amax(-1)
     peak = torch.maximum(high - mean, mean - low)
     rms = (sum_of(d, d) / d.shape[-1] - mean * mean).clamp_(min=0).sqrt()
-    e = torch.expm1(d, out=e)
+    e = expm1(d, out=e)
     missing = sum_of(p, e)[:, None]
     d.sub_(missing.log1p())
     e.sub_(missing).div_(missing + 1)
