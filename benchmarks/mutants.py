@@ -1,13 +1,14 @@
-"""Smallest dose of each numerical mutant that is told apart from the reference's own noise."""
+"""Numerical mutants at every dose: from which one on they are caught, and what `check` says."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import inspect
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 import pandas as pd
@@ -32,14 +33,24 @@ from lossless_lab.mutants import (
 )
 from lossless_lab.numerical.capture import capture, decoder_layers
 from lossless_lab.numerical.layers import compare_layers
-from lossless_lab.numerical.noise import NoiseFloor, centred_rms, noise_floor, ulp_of
+from lossless_lab.numerical.noise import (
+    NoiseFloor,
+    centred_peak,
+    centred_rms,
+    noise_floor,
+    ulp_of,
+)
+from lossless_lab.pipeline.answers import answered, default_margins, multiples, within_floor
 from lossless_lab.pipeline.controls import measured_floor
+from lossless_lab.pipeline.evidence import gather
 from lossless_lab.pipeline.recognition import as_subject
+from lossless_lab.prompts import Prompt
+from lossless_lab.verdict import Answer
 from tests.conftest import build_g0, build_t0
 
 TABLE = paths.DATA / "calibration" / "mutants.csv"
 LENGTHS = (4, 6, 7, 8, 9, 10, 12, 14)  # of the prompts, around the window of 8
-N_TOKENS = 8
+DECODING = Decoding(max_new_tokens=8, stop_token_ids=())
 N_VARIANTS = 24  # of them at least 19 are distinct in float32
 DTYPES = ("float32", "bfloat16")
 LAYER_VARIANTS = tuple((rows, extra, kernel) for rows in (1, 2, 4, 8) for extra in (0, 1, 3, 8)
@@ -70,16 +81,38 @@ class Subject:
 
     network: nn.Module
     completions: list[Completion]
-    logits: torch.Tensor  # [positions, vocab_size]
     floor: NoiseFloor
     layer_noise: np.ndarray  # [n_layers], RMS after each block
 
-    def detects(self, network: nn.Module) -> tuple[bool, float]:
-        """Does some position pass max(floor, 1 ULP), as level 1c asks? And the largest multiple."""
-        rms = centred_rms(self.logits, along(network, self.completions))
-        ulp = ulp_of(self.logits.amax(-1).numpy(), self.network.dtype)
-        multiple = float(np.max(rms / np.maximum(ulp, self.floor.level)))
-        return not multiple <= 1, multiple
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[positions, vocab_size]"""
+        return torch.cat([c.logits for c in self.completions])
+
+    @cached_property
+    def exact_logits(self) -> np.ndarray:
+        """The same by the oracle."""
+        return _decoded(copy.deepcopy(self.network).float(), self.completions)
+
+    def answers(self, network: nn.Module) -> dict[str, Answer]:
+        """What `check` answers of a network, level by level, on these prompts and this floor."""
+        evidence = gather(
+            as_subject(engine_of(self.network)),
+            as_subject(engine_of(network)),
+            [Prompt(id=f"p{i}", ids=c.prompt_ids) for i, c in enumerate(self.completions)],
+            self.completions,
+            decodings=(DECODING, DECODING),
+        )
+        margins = default_margins((str(self.network.dtype).removeprefix("torch."),) * 2)
+        given = answered(evidence, None, margins=margins, floor=self.floor)
+        return {answer.level: answer for answer in given}
+
+    def multiples(self, logits: torch.Tensor, floor: NoiseFloor | None = None) -> dict[str, float]:
+        """How far these logits lie, by each measure of level 1c: at most 1 is within the floor."""
+        top = ulp_of(self.logits.amax(-1).numpy(), self.network.dtype)
+        frame = {"logit_rms": centred_rms(self.logits, logits), "ulp": top}
+        frame["logit_peak"] = centred_peak(self.logits, logits)
+        return multiples(pd.DataFrame(frame), floor or self.floor)
 
     def first_noisy_layer(self, network: nn.Module) -> int | None:
         """First block after which the drift passes the noise of that block; None if none does."""
@@ -107,13 +140,11 @@ def rows_for(name: str, network: nn.Module) -> list[list[int]]:
 def subject(name: str, dtype: str) -> Subject:
     """Build a reference and measure its floor and the noise of its layers."""
     network = SUBJECTS[name](getattr(torch, dtype))
-    decoding = Decoding(max_new_tokens=N_TOKENS, stop_token_ids=())
     rows = rows_for(name, network)[:: 2 if name == "smollm2" else 1]  # half of them, for time
-    completions = engine_of(network).generate(rows, decoding, seed=0)
+    completions = engine_of(network).generate(rows, DECODING, seed=0)
     return Subject(
         network=network,
         completions=completions,
-        logits=torch.cat([c.logits for c in completions]),
         floor=measured_floor(as_subject(engine_of(network)), completions, n_variants=N_VARIANTS),
         layer_noise=layer_noise(network, completions),
     )
@@ -159,15 +190,13 @@ def streams(
     return [torch.cat(x) for x in kept[1:]]
 
 
-def oracle(
-    reference: nn.Module, broken: nn.Module, completions: Sequence[Completion]
-) -> tuple[float, float]:
+def oracle(on: Subject, broken: nn.Module) -> tuple[float, float]:
     """Largest centred logit RMS and mean total variation, by numpy, in float32 arithmetic.
 
     Owes nothing to the engine, the floor or the checks: a hand-written decoding loop of float32
     copies of both networks, and numpy in float64. NaN where the mutant's logits are no numbers.
     """
-    x, y = (_decoded(copy.deepcopy(n).float(), completions) for n in (reference, broken))
+    x, y = on.exact_logits, _decoded(copy.deepcopy(broken).float(), on.completions)
     d = y - x
     rms = np.sqrt(np.mean((d - d.mean(-1, keepdims=True)) ** 2, axis=-1))
     tv = np.abs(softmax(y, -1) - softmax(x, -1)).sum(-1) / 2
@@ -192,50 +221,65 @@ def _decoded(network: nn.Module, completions: Sequence[Completion]) -> np.ndarra
 
 
 def sweep(given: Mutant, on: Subject) -> dict[str, object]:
-    """One row of the table: the smallest dose that is detected, and where the layer is named.
+    """One row of the table: each dose is judged by `check`, by the oracle and layer by layer.
 
-    By bisection over the doses, so that both are taken to hold at every larger dose.
+    Down to the first dose that nothing sees and the oracle says is within every margin.
     """
-    try:
-        broken = given.apply(on.network, dose=given.natural)
-    except NotApplicable:
+    judged: dict[float, dict | None] = {}
+    for dose in given.doses:
+        judged[dose] = found = judge(given, dose, on)
+        if found and not (found["caught"] or found["beyond"] or found["located"]):
+            break
+    natural = judged[given.natural]
+    if natural is None:
         return {"answer": "not applicable"}
-    multiples = {given.natural: on.detects(broken)[1]}
-    rms, tv = oracle(on.network, broken, on.completions)
-    row: dict[str, object] = {"natural_multiple": multiples[given.natural]}
-    row |= {"oracle_rms": rms, "oracle_tv": tv}
-
-    def detected(dose: float) -> bool:
-        if dose not in multiples:
-            try:
-                multiples[dose] = on.detects(given.apply(on.network, dose=dose))[1]
-            except NotApplicable:  # an eps swapped for itself
-                multiples[dose] = 0.0
-        return not multiples[dose] <= 1
-
-    def located(dose: float) -> bool:
-        middle = (len(decoder_layers(on.network)) + 1) // 2
-        try:
-            return on.first_noisy_layer(given.apply(on.network, dose=dose)) == middle
-        except NotApplicable:
-            return False
-
-    row["smallest_detected"] = smallest(given.doses, detected)
+    applied = [x for x in judged.values() if x is not None]
+    caught = any(x["caught"] for x in applied)
+    row = {
+        "natural_multiple": natural["multiple"],
+        "oracle_rms": natural["rms"],
+        "oracle_tv": natural["tv"],
+        "smallest_detected": smallest(judged, "caught"),
+        "n_doses": len(applied),
+        "n_beyond": sum(bool(x["beyond"]) for x in applied),
+        "n_called_same": sum(bool(x["beyond"] & x["same"]) for x in applied),
+        "answer": "detected" if caught else "below the floor" if natural["multiple"] else "inert",
+    }
     if given.kind == "layer-local":
-        row["smallest_located"] = smallest(given.doses, located)
-    if np.isfinite(row["smallest_detected"]):
-        return row | {"answer": "detected"}
-    return row | {"answer": "below the floor" if any(multiples.values()) else "inert"}
+        row["smallest_located"] = smallest(judged, "located")
+    return row
 
 
-def smallest(doses: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """Smallest of the falling doses at which a monotone `holds` is true; NaN where none is.
+def judge(given: Mutant, dose: float, on: Subject) -> dict | None:
+    """What `check` says at one dose, and how far the mutant really is; None: not applicable."""
+    try:
+        broken = given.apply(on.network, dose=dose)
+    except NotApplicable:
+        return None
+    answers = on.answers(broken)
+    rms, tv = oracle(on, broken)
+    beyond = {"1a", "1c"} if not rms <= on.floor.unit else set()  # NaN is beyond any margin
+    beyond |= {"2"} if not tv <= answers["2"].margin else set()
+    middle = (len(decoder_layers(on.network)) + 1) // 2
+    return {
+        "rms": rms,
+        "tv": tv,
+        "multiple": answers["1c"].estimate,
+        "caught": answers["1c"].word == "DIFFERENT",
+        "beyond": beyond,
+        "same": {a.level for a in answers.values() if a.word in ("EQUIVALENT", "PROVEN")},
+        "located": given.kind == "layer-local" and on.first_noisy_layer(broken) == middle,
+    }
 
-    >>> smallest([8, 4, 2, 1], lambda dose: dose > 1.5), smallest([2, 1], lambda dose: False)
-    (2, nan)
+
+def smallest(judged: dict[float, dict | None], what: str) -> float:
+    """The smallest of the falling doses down to which all have it; NaN where the first has not.
+
+    >>> smallest({4: {"caught": True}, 2: {"caught": False}, 1: {"caught": True}}, "caught")
+    4
     """
-    index = bisect_left(doses, True, key=lambda dose: not holds(dose))
-    return doses[index - 1] if index else np.nan
+    held = takewhile(lambda item: item[1] is not None and item[1][what], judged.items())
+    return min((dose for dose, _ in held), default=np.nan)
 
 
 def code() -> str:
@@ -246,30 +290,42 @@ def code() -> str:
         numerical,
         positions,
         centred_rms,
+        centred_peak,
         ulp_of,
         noise_floor,
+        multiples,
+        within_floor,
         Subject,
         along,
         streams,
         layer_noise,
         sweep,
+        judge,
         smallest,
     )
     return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:12]
 
 
+def rows(name: str, dtype: str) -> list[dict]:
+    """The table's rows of one subject."""
+    on, key = subject(name, dtype), code()
+    about = {"subject": name, "dtype": dtype, "floor": on.floor.unit, "rate": on.floor.rate}
+    return [
+        {"mutant": m.name, "kind": m.kind, "unit": m.unit, **about, "natural_dose": m.natural}
+        | sweep(m, on)
+        | {"code": key}
+        for m in MUTANTS.values()
+    ]
+
+
 def calibrate(names: Sequence[str] = tuple(SUBJECTS)) -> pd.DataFrame:
-    """Sweep every mutant over every subject in fp32 and bf16; SmolLM2 in fp32 alone, for time."""
-    rows, key = [], code()
-    for name in names:
-        for dtype in DTYPES[:1] if name == "smollm2" else DTYPES:
-            on = subject(name, dtype)
-            about = {"subject": name, "dtype": dtype, "floor": on.floor.unit, "rate": on.floor.rate}
-            for given in MUTANTS.values():
-                described = {"mutant": given.name, "kind": given.kind, "unit": given.unit}
-                row = described | about | {"natural_dose": given.natural} | sweep(given, on)
-                rows.append(row | {"code": key})
-    table = pd.DataFrame(rows)
+    """Sweep every mutant over every subject in fp32 and bf16."""
+    return written([row for name in names for dtype in DTYPES for row in rows(name, dtype)])
+
+
+def written(found: list[dict]) -> pd.DataFrame:
+    """The table, as it is committed."""
+    table = pd.DataFrame(found)
     table.insert(len(table.columns) - 1, "code", table.pop("code"))
     TABLE.parent.mkdir(exist_ok=True)
     table.to_csv(TABLE, index=False, float_format="%.4g")

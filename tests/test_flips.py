@@ -98,7 +98,8 @@ def test_expected_survival_is_the_product_over_tokens_and_prompts_end_when_they_
     )
     curve = risk.survival().set_index("n_tokens")
     p = risk.frame.set_index(["prompt_id", "position"])["flip_probability"]
-    assert p.tolist() == pytest.approx([1 / 3, 1 / 3, 0.0])
+    # one variant, and the pooled noise of three changes as two more
+    assert p.tolist() == pytest.approx([(1 + 2 / 3) / 3, (0 + 2 / 3) / 3, 0.0])
     assert curve.loc[1, "expected_share"] == pytest.approx((2 - p["a", 0] - p["b", 0]) / 2)
     assert curve.loc[2, "n_prompts"] == 1
     assert curve.loc[2, "expected_share"] == pytest.approx((1 - p["a", 0]) * (1 - p["a", 1]))

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, build_t0
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from lossless_lab import models, optimizations, runs
 from lossless_lab.engines import Decoding, TransformersEngine
+from lossless_lab.engines.protocol import score_batches
+from lossless_lab.mutants import MUTANTS
 from lossless_lab.optimizations import compilation
 from lossless_lab.pipeline import NotEvidence, Study, check, controls, speed_up
 from lossless_lab.prompts import Prompt
@@ -634,6 +637,86 @@ def test_a_flip_beyond_the_floor_is_no_near_tie(t0):
     verdict = ask(t0, on_logits(t0, ban), n_variants=4)
     assert verdict.cause.startswith("not explained by the noise floor")
     assert "beyond the noise floor (RMS" in verdict.cause
+
+
+def planted(sizes, monkeypatch):
+    """Harmless variants that lower the top logit of every position by these amounts."""
+
+    def lowered(network, size):
+        def scored(prompts, outputs):
+            own = score_batches(TransformersEngine(network, keep_logits=True), prompts, outputs)
+            return [x.scatter_add(1, x.argmax(1, keepdim=True), x.new_full((len(x), 1), -size))
+                    for x in own]  # fmt: skip
+
+        return scored
+
+    def variants(engine, under_test):
+        return iter([(f"lowered by {s}", lowered(engine.network, s)) for s in sizes])
+
+    monkeypatch.setattr(controls, "_admissible", variants)
+
+
+def nudged(network, by):
+    """Every second id gains `by` over the others."""
+
+    def change(logits):
+        logits[..., ::2] += by
+        return logits
+
+    return on_logits(network, change)
+
+
+def test_flips_are_set_against_planted_noise(t0, monkeypatch):
+    """Margins by numpy, probabilities by counting: every number of the cause has an oracle."""
+    sizes = (0.01, 0.02, 0.05, 0.2)
+    planted(sizes, monkeypatch)
+    prompts = rows(12)
+    verdict = ask(t0, nudged(t0, 0.06), prompts)
+    found, risk = verdict.evidence["first_divergences"], []
+    parted = verdict.evidence["tokens"].set_index("prompt_id")["first_divergence"].dropna()
+    assert 0 < len(found) == len(parted) < 12
+    engine = TransformersEngine(t0, keep_logits=True)
+    for i, c in enumerate(engine.generate(prompts, engine.resolve(GREEDY), seed=0)):
+        two = np.sort(c.logits.double().numpy(), axis=1)[:, -2:]
+        margin = two[:, 1] - two[:, 0]
+        p = (np.array(sizes)[:, None] > margin).mean(0)  # everywhere the same noise
+        risk.append(1 - np.prod(1 - p))
+        if f"prompt-{i}" in parted:
+            at = parted[f"prompt-{i}"]
+            row = found.set_index("prompt_id").loc[f"prompt-{i}"]
+            assert row["position"] == at and row["margin"] == pytest.approx(margin[at], abs=1e-4)
+            assert row["flip_probability"] == pytest.approx(p[at])
+            assert row["noise"] == pytest.approx(np.sqrt(np.mean(np.square(sizes))), rel=1e-4)
+            assert row["word"] == ("near tie" if p[at] else "beyond the noise")
+    assert f"noise alone makes {sum(risk):.2g} of 12 prompts differ" in verdict.cause
+    assert f"{len(parted)} do" in verdict.cause and "more than" not in verdict.cause
+    curve = verdict.evidence["survival"]
+    left = [sum(parted.get(f"prompt-{i}", 99) >= t for i in range(12)) for t in curve["n_tokens"]]
+    assert (curve["observed_share"] * 12).tolist() == pytest.approx(left)
+    assert curve["expected_share"].iloc[-1] == pytest.approx(1 - sum(risk) / 12)
+
+
+def test_flips_that_the_noise_cannot_make_are_no_near_ties(t0, monkeypatch):
+    planted((1e-4, 2e-4), monkeypatch)
+    verdict = ask(t0, nudged(t0, 1.0), rows(12))
+    assert verdict.cause.startswith("not explained by the noise floor; noise alone makes")
+    assert "more than noise explains" in verdict.cause
+    assert "flip probability 0, beyond the noise" in verdict.cause
+    assert "more such places" in verdict.cause
+    planted((5.0, 5.0), monkeypatch)
+    assert ask(t0, nudged(t0, 0.06), rows(12)).cause.startswith("near tie by the noise floor;")
+
+
+def test_a_mutant_in_half_precision_parts_in_float32_too():
+    half = build_t0(torch.bfloat16)
+    broken = MUTANTS["attention-scale"].apply(half, dose=1.0)
+    verdict = ask(half, broken, rows(6), n_variants=2)
+    assert verdict.cause.startswith("not rounding in bfloat16 alone (control: ")
+    words_found = set(verdict.evidence["first_divergences"]["word"])
+    assert "not rounding" in words_found
+    compiled = ask(half, "compile-mlp", rows(6), n_variants=2)  # no copy in float32 of what it is
+    if compiled["1b"].estimate and compiled.cause.startswith("near tie"):
+        assert "(no control in float32 could be run)" in compiled.cause
 
 
 @pytest.mark.parametrize(

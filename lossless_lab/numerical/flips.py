@@ -13,6 +13,8 @@ from scipy import stats
 
 from ..results import Result
 
+_WEIGHT = 2  # of the noise of all positions, in variants
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlipRisk(Result):
@@ -22,7 +24,8 @@ class FlipRisk(Result):
     ----------
     frame : DataFrame
         One row per position: prompt_id, position, margin (top-2 logit difference of the
-        reference), tie (margin exactly 0), flip_probability.
+        reference), noise (RMS change of that difference over the variants, there), tie (margin
+        exactly 0), flip_probability.
     noise : array [n_variants · positions]
         Changes of the top-2 difference that the variants showed, in logits.
     n_variants : int
@@ -43,31 +46,52 @@ class FlipRisk(Result):
         mean = float(self.frame["flip_probability"].mean())
         return 1 / mean if mean else np.inf
 
-    def survival(self, *, confidence: float = 0.95) -> pd.DataFrame:
+    def prompts_differing(self, *, confidence: float = 0.95) -> tuple[float, float, float]:
+        """Prompts that noise alone makes differ by their end: expected number, and its band."""
+        risks = self.frame["flip_probability"].groupby(self.frame["prompt_id"], sort=False)
+        count = stats.poisson_binom(risks.agg(lambda p: 1 - np.prod(1 - p)).to_numpy())
+        tail = (1 - confidence) / 2
+        return float(count.mean()), float(count.ppf(tail)), float(count.ppf(1 - tail))
+
+    def at(self, places: pd.DataFrame) -> pd.DataFrame:
+        """The rows of `frame` at given places: columns prompt_id and position."""
+        return places.merge(self.frame, on=["prompt_id", "position"])
+
+    def survival(
+        self, *, confidence: float = 0.95, parted: Mapping[str, int] | None = None
+    ) -> pd.DataFrame:
         """Share of prompts expected to be still equal after each token, with its band.
 
         Prompts are independent: S(t) is the mean over prompts of Π (1 − p), and the band holds the
         number of survivors, a sum of independent Bernoulli variables with those probabilities.
 
+        Parameters
+        ----------
+        parted : prompt id -> position of its first divergence, for those that had one.
+
         Returns
         -------
         DataFrame
-            n_tokens, n_prompts (that are so long), expected_share, low, high (shares).
+            n_tokens, n_prompts (that are so long), expected_share, low, high (shares), and
+            observed_share where `parted` is given.
         """
-        columns = {
+        curves = {
             name: np.cumprod(1 - group["flip_probability"].to_numpy())
             for name, group in self.frame.groupby("prompt_id", sort=False)
         }
         rows = []
-        for t in range(max(map(len, columns.values()))):
-            alive = np.array([s[t] for s in columns.values() if len(s) > t])
+        for t in range(max(map(len, curves.values()))):
+            names = [name for name, s in curves.items() if len(s) > t]
+            alive = np.array([curves[name][t] for name in names])
             count = stats.poisson_binom(alive)
             tail = (1 - confidence) / 2
             limits = count.ppf(tail) / len(alive), count.ppf(1 - tail) / len(alive)
-            rows.append((t + 1, len(alive), float(alive.mean()), *map(float, limits)))
-        return pd.DataFrame(
-            rows, columns=["n_tokens", "n_prompts", "expected_share", "low", "high"]
-        )
+            row = [t + 1, len(alive), float(alive.mean()), *map(float, limits)]
+            if parted is not None:
+                row.append(float(np.mean([parted.get(name, np.inf) > t for name in names])))
+            rows.append(row)
+        columns = ["n_tokens", "n_prompts", "expected_share", "low", "high", "observed_share"]
+        return pd.DataFrame(rows, columns=columns[: len(rows[0])])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per position."""
@@ -135,11 +159,13 @@ def top_two(logits: torch.Tensor) -> TopTwo:
 def flip_risk(
     reference: Mapping[str, TopTwo], changes: Sequence[Mapping[str, np.ndarray]]
 ) -> FlipRisk:
-    """P(flip) = P(noise < −margin), over all changes that harmless variants showed.
+    """P(flip) = (k + 2 p) / (n + 2): k of n harmless variants flip there, p = P(noise < −margin).
 
-    The noise is the empirical one, pooled over positions: its tails are heavier than a Gaussian's
-    of the same variance, which would promise too few flips. A change that makes an exact tie is a
-    flip where the rival has the lower id.
+    Positions differ in how much noise they have, and the reference's own rounding has part in the
+    margin; so the variants that flip at a position are counted there. The noise of all positions
+    together tells what so few variants cannot: it counts as two more. It is the empirical one, its
+    tails heavier than those of a Gaussian of the same variance, which would promise too few flips.
+    A change that makes an exact tie is a flip where the rival has the lower id.
 
     Parameters
     ----------
@@ -154,31 +180,37 @@ def flip_risk(
 
     Examples
     --------
+    One of one variant flips the first token; half of all changes pass its margin: (1 + 2/2) / 3.
+
     >>> reference = {"p": TopTwo(np.array([[1, 2], [1, 2]]), np.array([0.5, 9.0]))}
-    >>> flip_risk(reference, [{"p": np.array([-1.0, 0.0])}]).frame["flip_probability"].tolist()
-    [0.5, 0.0]
+    >>> risk = flip_risk(reference, [{"p": np.array([-1.0, 0.0])}])
+    >>> risk.frame["flip_probability"].round(3).tolist()
+    [0.667, 0.0]
     """
     if not changes:
         raise ValueError("`changes` must hold at least one harmless variant; got none")
-    noise = np.sort(np.concatenate([_checked(reference, given) for given in changes]))
-    frames = []
+    moved = np.stack([_checked(reference, given) for given in changes])
+    noise, n, frames, start = np.sort(moved, axis=None), len(moved), [], 0
     for prompt_id, top in reference.items():
+        here = moved[:, start : (start := start + len(top.margin))]
         below = np.searchsorted(noise, -top.margin, side="left")
         upto = np.searchsorted(noise, -top.margin, side="right")
-        flips = np.where(top._rival_wins_ties, upto, below) / len(noise)
+        anywhere = np.where(top._rival_wins_ties, upto, below) / len(noise)
+        flips = top.flipped(here).sum(0)
         frames.append(
             pd.DataFrame(
                 {
                     "prompt_id": prompt_id,
                     "position": range(len(flips)),
                     "margin": top.margin,
+                    "noise": np.sqrt(np.mean(here**2, axis=0)),
                     "tie": top.margin == 0,
-                    "flip_probability": flips,
+                    "flip_probability": (flips + _WEIGHT * anywhere) / (n + _WEIGHT),
                 }
             )
         )
     frame = pd.concat(frames, ignore_index=True)
-    return FlipRisk(frame=frame, noise=noise, n_variants=len(changes))
+    return FlipRisk(frame=frame, noise=noise, n_variants=n)
 
 
 def _checked(reference: Mapping[str, TopTwo], given: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 
 from lossless_lab.numerical.noise import NoiseFloor
 from lossless_lab.numerical.tokens import TokenComparison
+from lossless_lab.pipeline.evidence import Evidence
 from lossless_lab.statistical.goodness_of_fit import SamplerFit
 from lossless_lab.stats.intervals import (
     BOUND_CLUSTERS,
@@ -30,6 +32,34 @@ def default_margins(dtypes: tuple[str, str]) -> dict[str, float]:
     {'1b': 0.05, '2': 0.05}
     """
     return {"1b": 0.05, "2": 0.05 if set(dtypes) & set(HALF) else 0.01}
+
+
+def answered(
+    evidence: Evidence,
+    sampled: SamplerFit | None,
+    *,
+    margins: Mapping[str, float],
+    floor: NoiseFloor | None,
+    no_floor: str = "",
+) -> tuple[Answer, ...]:
+    """One answer per level, in the order of LEVELS.
+
+    Parameters
+    ----------
+    sampled : as in `distribution`.
+    margins : by level, all of those in `default_margins`.
+    floor, no_floor : as in `within_floor`; why there is no floor.
+    """
+    tokens, positions = evidence.tokens, evidence.positions
+    proven = len(positions) > 0 and bool(positions["bitwise_equal"].all())
+    same_ids = sampled is None or tokens.n_prompts_differing == 0
+    return (
+        bitwise(positions),
+        token_ids(tokens, proven, margins["1b"]),
+        within_floor(positions, proven, floor, no_floor),
+        distribution(positions, proven and same_ids, margins["2"], sampled),
+        task_quality(),
+    )
 
 
 def bitwise(positions: pd.DataFrame) -> Answer:

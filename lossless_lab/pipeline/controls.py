@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,11 +18,13 @@ from lossless_lab.engines.padding import forward_logits
 from lossless_lab.engines.protocol import Completion, batches, score_batches
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.engines.variants import harmless_variants
+from lossless_lab.numerical.flips import FlipRisk, flip_risk, top_two
 from lossless_lab.numerical.noise import NO_LAW, NoiseFloor, centred_peak, centred_rms, noise_floor
 from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.numerical.twins import distance_in_float64, twin
 from lossless_lab.optimizations.entry import copied, patched
 from lossless_lab.pipeline.subjects import Live
+from lossless_lab.prompts import Prompt
 
 Rows = Sequence[Sequence[int]]
 Scorer = Callable[[Rows, Rows], list[torch.Tensor]]
@@ -79,13 +81,34 @@ def measured_floor(
     return replace(floor, peaks={n: float(measured[n]["peak"].max()) for n in chosen})
 
 
+def measured_risk(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    floor: NoiseFloor | None,
+    measured: Mapping[str, Mapping[str, np.ndarray]],
+) -> FlipRisk | None:
+    """How likely each token flips by the noise of the variants that set `floor`.
+
+    None where they were not run here (a floor that was given), or are no measure of noise.
+    """
+    if floor is None or floor.not_invariant or not {*floor.variants} <= {*measured}:
+        return None
+    ends = np.cumsum([len(c.output_ids) for c in completions])[:-1]
+    names = [p.id for p in prompts for _ in range(len(completions) // len(prompts))]
+    tops = {name: top_two(c.logits) for name, c in zip(names, completions, strict=True)}
+    split = [np.split(measured[name]["margin"], ends) for name in floor.variants]
+    return flip_risk(tops, [dict(zip(names, parts, strict=True)) for parts in split])
+
+
 def _moved(completions: Sequence[Completion], scored: Scorer) -> dict[str, np.ndarray]:
-    """Centred difference of the logits at each position, against those of the completions."""
+    """How far the logits of each position, and its top-2 difference, lie from the completions'."""
     pairs = ([c.prompt_ids for c in completions], [c.output_ids for c in completions])
     found = [(c.logits, x) for c, x in zip(completions, scored(*pairs), strict=True)]
+    measures = {"rms": centred_rms, "peak": centred_peak}
+    measures["margin"] = lambda own, other: top_two(own).change(other)
     return {
         name: np.nan_to_num(np.concatenate([measure(*pair) for pair in found]), **NO_LAW)
-        for name, measure in (("rms", centred_rms), ("peak", centred_peak))
+        for name, measure in measures.items()
     }
 
 

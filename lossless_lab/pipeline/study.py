@@ -232,14 +232,8 @@ class Study:
         dtypes = [dtype_of(s, self.decoding, self.asked) for s in (self.reference, candidate)]
         margins = answers.default_margins(tuple(dtypes)) | self._margins
         positions, sampled = evidence.positions, sampler_of(evidence)
-        proven = len(positions) > 0 and bool(positions["bitwise_equal"].all())
-        same_ids = sampled is None or evidence.tokens.n_prompts_differing == 0
-        given = (
-            answers.bitwise(positions),
-            answers.token_ids(evidence.tokens, proven, margins["1b"]),
-            answers.within_floor(positions, proven, floor, self._why_no_floor),
-            answers.distribution(positions, proven and same_ids, margins["2"], sampled),
-            answers.task_quality(),
+        given = answers.answered(
+            evidence, sampled, margins=margins, floor=floor, no_floor=self._why_no_floor
         )
         if len(positions) == 0:
             sampled = None
