@@ -7,6 +7,7 @@ import torch
 from lossless_lab import models, optimizations, panels
 from lossless_lab.number_formats import round_to
 from lossless_lab.optimizations.quantization import matrices
+from lossless_lab.panels.format_cost import _choices, _groups
 from lossless_lab.pipeline import FormatCosts, compare_on
 from lossless_lab.prompts import read_documents
 
@@ -64,10 +65,12 @@ def test_the_panel_follows_format_position_and_layer(costs):
     panel = panels.format_cost(costs)
     assert panel.error is None and panel.text.startswith("int8-channel, 8.")
     pictures = {panel.png}
-    for name, value in (("format", "int2-group32"), ("position", 5), ("layer", 2)):
+    assert panel.state["group"] == "channel"
+    for name, value in (("format", "int2"), ("position", 5), ("layer", 2)):
         panel.controls[name].value = value
         assert panel.error is None
         pictures.add(panel.png)
+    assert panel.state["group"] == "group32" and panel.text.startswith("int2-group32")
     content = panels.cost(costs, **panel.state)
     assert panel.text == content.text and "Layer 2: worst matrix" in panel.text
     assert len(pictures) == 3, "the layer changes the table, not the picture"
@@ -107,3 +110,18 @@ def test_weights_that_lay_on_the_grid_before_are_warned_about_in_ladder_and_pane
     assert f"WARNING: {n} matrices lay on this very grid before" in panel.text
     panel.controls["format"].value = "nf4"
     assert "WARNING" not in panel.text
+
+
+def test_formats_and_group_sizes_are_chosen_apart():
+    class Source:
+        formats = ("int4-group32-asym", "int4-channel-asym", "int4-group32", "nf4", "fp8-e4m3")
+
+    found = _choices(Source)
+    assert found == {
+        ("int4-asym", "group32"): "int4-group32-asym",
+        ("int4-asym", "channel"): "int4-channel-asym",
+        ("int4", "group32"): "int4-group32",
+        ("nf4", "its own"): "nf4",
+        ("fp8-e4m3", "its own"): "fp8-e4m3",
+    }
+    assert _groups(Source, "int4-asym") == ["group32", "channel"]

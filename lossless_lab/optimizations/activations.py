@@ -35,7 +35,7 @@ def dynamic(
     def rounding(name: str) -> Callable:
         return lambda x: (fmt.fitted(x.shape[-1]).round(x.float().contiguous()).to(x.dtype), 0)
 
-    name = f"{weights.name}-act-{fmt.name}-dynamic"
+    name = f"{weights.name}-act-{fmt.name.removesuffix('-channel')}-dynamic"
     return _entry(name, weights, rounding, skip, eight=min(fmt.bits, weights.bits) >= 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,9 @@ from matplotlib.figure import Figure
 from lossless_lab import plots
 
 from .base import Content, Panel
+
+_GROUP = re.compile(r"-(channel|group\d+)")
+_TOLD = ["module", "bits_per_weight", "relative_rms", "sqnr_db", "outlier_share"]
 
 
 class Costs(Protocol):
@@ -37,7 +41,7 @@ class Costs(Protocol):
 
 
 def format_cost(source: Costs) -> Panel:
-    """Panel that chooses format, document, position and layer.
+    """Panel that chooses format, group size, document, position and layer.
 
     Raises
     ------
@@ -50,8 +54,11 @@ def format_cost(source: Costs) -> Panel:
     let_go = {"continuous_update": False, **wide}
     names = [document.id for document in source.documents]
     n_layers = int(source.weights(source.formats[0])["layer"].max())
+    families = list(dict.fromkeys(family for family, _ in _choices(source)))
+    groups = _groups(source, families[0])
     controls = {
-        "format": ipywidgets.Dropdown(options=source.formats, description="format", **wide),
+        "format": ipywidgets.Dropdown(options=families, description="format", **wide),
+        "group": ipywidgets.Dropdown(options=groups, description="group size", **wide),
         "document": ipywidgets.Dropdown(options=names, description="document", **wide),
         "position": ipywidgets.IntSlider(max=0, description="position", **let_go),
         "layer": ipywidgets.IntSlider(min=1, max=n_layers, description="layer", **let_go),
@@ -65,8 +72,15 @@ def format_cost(source: Costs) -> Panel:
     )
 
 
-def cost(source: Costs, *, format: str, document: str, position: int, layer: int) -> Content:
-    """What the panel shows for one choice, without a panel."""
+def cost(
+    source: Costs, *, format: str, group: str, document: str, position: int, layer: int
+) -> Content:
+    """What the panel shows for one choice, without a panel.
+
+    `format` and `group` are the parts of a format's name: "int4" and "group32"; what has no group
+    to choose has "its own".
+    """
+    format = _choices(source)[format, group]
     weights = source.weights(format)
     here = weights[(weights["layer"] == layer) & (weights["relative_rms"] > 0)]
     worst = here.sort_values("sqnr_db")
@@ -89,11 +103,31 @@ def cost(source: Costs, *, format: str, document: str, position: int, layer: int
             "ladder": ladder.assign(chosen=chosen),
             "distribution": source.distribution(format, document, position),
         },
-        table=here[["module", "bits_per_weight", "relative_rms", "sqnr_db", "outlier_share"]],
+        table=here[_TOLD].map(_short) if len(here) else None,
     )
 
 
+def _short(cell: Any) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.3g}"
+
+
+def _choices(source: Costs) -> dict[tuple[str, str], str]:
+    """(format, group) -> name: "int4-group32-asym" is format int4-asym in groups of 32."""
+    parts = [(name, _GROUP.search(name)) for name in source.formats]
+    return {
+        (name.replace(f"-{found[1]}", ""), found[1]) if found else (name, "its own"): name
+        for name, found in parts
+    }
+
+
+def _groups(source: Costs, family: str) -> list[str]:
+    return [group for format, group in _choices(source) if format == family]
+
+
 def _adapt(source: Costs, controls: Mapping) -> None:
+    groups = _groups(source, controls["format"].value)
+    if list(controls["group"].options) != groups:
+        controls["group"].options = groups
     controls["position"].max = len(source.ids(controls["document"].value)) - 1
 
 

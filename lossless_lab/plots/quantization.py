@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from .artists import chart, legend, line
 from .theme import COLOURS
@@ -24,21 +25,24 @@ def format_ladder(
         column chosen (bool) marks one format.
     floors : name -> mean KL of what is harmless, a line each; those far below are named only.
     """
-    frame = frame.sort_values(["bits_per_weight", "format"], ascending=False)
+    frame = frame.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
     for artist in list(ax.collections):
         artist.remove()
     x, y = frame["mean_kl_nats"].to_numpy(dtype=float), np.arange(len(frame))
     ax.set_xscale("log")
     if {"low", "high"} <= set(frame):
         ax.hlines(y, frame["low"], frame["high"], color=COLOURS["guide"], linewidth=2)
-    look = {"marker": "o", "linestyle": "", "color": COLOURS["candidate"], "label": "_formats"}
-    line(ax, "formats", x, y, **look)
-    left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * x.max()
+    left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * max(x.max(), 1e-9)
     for i, (name, value) in enumerate((floors or {}).items()):
         left = min(left, value / 2) if value > left / 30 else left
         label = f"{name} {value:.1g}" + ("" if value > left else " (off scale)")
         look = {"color": COLOURS["guide"], "linestyle": ("-", "--", ":")[i % 3], "label": label}
         line(ax, name, [value, value], [-0.6, len(y) - 0.4], **look)
+    look = {"linestyle": "", "color": COLOURS["candidate"], "clip_on": False}
+    line(ax, "formats", x[x > 0], y[x > 0], marker="o", label="_formats", **look)
+    zero = np.full(sum(x == 0), left)
+    line(ax, "zeros", zero, y[x == 0], marker="<", label="0" if len(zero) else "_0", **look)
+    x = np.maximum(x, left)
     if "chosen" in frame:
         ring = frame["chosen"].to_numpy()
         look = {"marker": "o", "linestyle": "", "markersize": 11, "markerfacecolor": "none"}
@@ -50,7 +54,7 @@ def format_ladder(
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(left, right), ylim=(len(y) - 0.4, -0.6))
     ax.set_xlabel("mean KL(reference‖candidate) (nats, log scale)")
-    if floors:
+    if floors or len(zero):
         legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return ax
 
@@ -98,3 +102,29 @@ def kl_tail(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("share of positions with\nat least that (log scale)")
     legend(ax, loc="lower left", fontsize="x-small")
     return ax
+
+
+def cost_curves(
+    frame: pd.DataFrame, *, x: str, y: str, labels: tuple[str, str], ax: Axes | None = None
+) -> Axes:
+    """A curve for each candidate of a column `y` over a column `x`, y on a log scale.
+
+    Parameters
+    ----------
+    frame : candidate, and the columns named by `x` and `y`.
+    labels : of both axes, with their units.
+    """
+
+    @chart("candidate", x, y)
+    def draw(frame: pd.DataFrame, *, ax: Axes) -> None:
+        for name, rows in frame.groupby("candidate", sort=False):
+            line(ax, str(name), rows[x], rows[y], marker="o", markersize=4, label=str(name))
+        ticks = sorted(set(frame[x]))
+        wide = ticks[0] > 0 and ticks[-1] >= 10 * ticks[0]
+        ax.set(yscale="log", xlabel=f"{labels[0]}{', log scale' * wide}")
+        ax.set(xscale="log" if wide else "linear", ylabel=f"{labels[1]}, log scale")
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.xaxis.set_minor_locator(NullLocator())
+        legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+
+    return draw(frame, ax=ax)
