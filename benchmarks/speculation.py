@@ -1,31 +1,383 @@
-"""The exact law of speculative decoding at a real vocabulary, and simulated rounds."""
+"""transformers' own samplers against the exact law, on the tiny pair; many samples of SmolLM2."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+
 import numpy as np
+import pandas as pd
+import torch
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    generation,
+)
 
 from benchmarks import Measurement, interleaved
-from lossless_lab.statistical.speculative import expected_tokens, output_law, speculate
+from lossless_lab import Decoding, TransformersEngine, load, models, paths, prompts
+from lossless_lab.engines import drawing, speculative
+from lossless_lab.engines.padding import forward_logits
+from lossless_lab.optimizations import pruning, speculation
+from lossless_lab.pipeline import sampling
+from lossless_lab.pipeline import speculation as speed
+from lossless_lab.statistical.goodness_of_fit import sampler_fit
+from lossless_lab.statistical.sampler_laws import sampler_probs
+from lossless_lab.statistical.sampler_verdict import judge_sampler
 
-VOCAB, GAMMA, ROUNDS = 49_152, 5, 1_000_000
+FOLDER = paths.DATA / "calibration"
+TABLE, COUNTS = FOLDER / "speculation.csv", FOLDER / "speculation_counts.csv"
+EXACT, SPEED = FOLDER / "speculation_exact.csv", FOLDER / "speculation_speed.csv"
+PROMPT = "for i in range(n):\n    for i in range("  # repeats itself, so that a lookup finds drafts
+MARGIN, OFF = 0.05, "no filters"
+FILTERS = {
+    "top-k 4": {"temperature": 1.0, "top_k": 4},
+    "top-k 16": {"temperature": 1.0, "top_k": 16},
+    "T .8, top-k 16, top-p .9": {"temperature": 0.8, "top_k": 16, "top_p": 0.9},
+    OFF: {"temperature": 1.0},
+}
+ENTRIES = {
+    "draft model": lambda: speculation.assisted("tiny-draft"),
+    "prompt lookup": lambda: speculation.prompt_lookup(4),
+    "early exit": lambda: speculation.early_exit(0.5),
+}
+ROUNDS, CALLS, BATCHED, CONTINUOUS = 200_000, 5000, 50_000, 10_000
+TEXTS, TOKENS = 64, 128  # of the long generations
+
+
+def asked(model) -> list[int]:
+    """The prompt's ids."""
+    return model.tokenizer(PROMPT).input_ids
+
+
+def decoding(settings: dict, n_tokens: int, seed: int) -> Decoding:
+    """These settings without end ids, so that all samples have one length."""
+    return Decoding(max_new_tokens=n_tokens, stop_token_ids=(), seed=seed, **settings)
+
+
+def engine(target, kind: str, **options) -> TransformersEngine:
+    """Assisted generation as the catalogue applies it, with transformers' own defaults."""
+    return TransformersEngine(target, **ENTRIES[kind]().transform(target.network)[1], **options)
+
+
+def by_rounds(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
+    """Through `_speculative_sampling` on the laws of the pair, γ = 2."""
+    laws = [
+        speculative.processed_logits(m, asked(target), decoding(settings, 2, seed))
+        for m in (target, draft)
+    ]
+    return speculative.speculative_rounds(*laws, n, seed=seed)
+
+
+def by_calls(kind: str) -> Callable:
+    """Through whole calls of assisted `generate`, three tokens each, the first two kept."""
+
+    def draw(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
+        wanted = decoding(settings, 3, seed)
+        return drawing.drawn(engine(target, kind), asked(target), n, wanted)[:, :2]
+
+    return draw
+
+
+def batched(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
+    """Plain `generate`, 512 rows at a time."""
+    plain = TransformersEngine(target, batch_size=512)
+    return drawing.drawn(plain, asked(target), n, decoding(settings, 2, seed))
+
+
+def continuous(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
+    """`generate_batch`, 2,000 requests at a time."""
+    parts = [
+        drawing.continuously_batched(target, asked(target), 2000, decoding(settings, 2, seed + i))
+        for i in range(n // 2000)
+    ]
+    return np.concatenate(parts)
+
+
+# road -> (how it draws, how many)
+ROADS = {
+    "_speculative_sampling": (by_rounds, ROUNDS),
+    **{f"generate, {kind}": (by_calls(kind), CALLS) for kind in ENTRIES},
+    "generate, batches of 512": (batched, BATCHED),
+    "generate_batch": (continuous, CONTINUOUS),
+}
+
+
+def code() -> str:
+    """Hash of what was run and of how."""
+    parts = (speculative, drawing, sampling, by_rounds, by_calls, batched, continuous, engine)
+    text = "".join(map(inspect.getsource, parts)) + json.dumps([PROMPT, FILTERS, MARGIN])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def judged(law: sampling.JointLaw, counts: np.ndarray) -> dict:
+    """The verdict on counts [n_outcomes + 1], and what this n can say at all."""
+    verdict = judge_sampler(counts, np.append(law.probs, 0.0), margin=MARGIN)
+    bound = verdict.bound
+    return {
+        "n": bound.n,
+        "n_outcomes": len(law.ids),
+        "word": verdict.word,
+        "tv": bound.corrected,
+        "tv_low": bound.low,
+        "tv_high": bound.high,
+        "tv_high_if_perfect": bound.perfect_high,
+        "n_needed": verdict.n_needed,
+        "pvalue": verdict.pvalue,
+        "n_impossible": verdict.n_impossible,
+    }
+
+
+def subjects() -> list[tuple[str, str]]:
+    """(road, filters); whole calls, the slow ones, under two of them."""
+    slow = {f"generate, {kind}" for kind in ENTRIES} | {"generate_batch"}
+    return [(r, f) for f in FILTERS for r in ROADS if r not in slow or f in ("top-k 16", OFF)]
+
+
+def run(road: str, filters: str, scale: float = 1.0) -> tuple[list[dict], pd.DataFrame]:
+    """Rows of the table (two tokens jointly, and the first alone) and the counts behind them."""
+    target, draft = load("tiny-target"), load("tiny-draft")
+    law = sampling.next_tokens_law(target, asked(target), **FILTERS[filters])
+    draw, n = ROADS[road]
+    seed = int.from_bytes(hashlib.sha256(f"{road}/{filters}".encode()).digest()[:4], "big")
+    counts, _ = law.counted(draw(target, draft, FILTERS[filters], int(n * scale), seed))
+    names = {"road": road, "filters": filters}
+    rows = [names | {"tokens": "two jointly"} | judged(law, counts)]
+    first = law.first()
+    where = np.searchsorted(first.ids[:, 0], law.ids[:, 0])
+    alone = np.append(np.bincount(where, counts[:-1]), counts[-1]).astype(int)
+    rows.append(names | {"tokens": "first"} | judged(first, alone))
+    seen = law.to_frame().assign(count=counts[:-1], **names).query("count > 0")
+    return rows, seen[["road", "filters", "token_1", "token_2", "count"]]
+
+
+def long_texts(kind: str, filters: str, n_texts: int = TEXTS) -> dict:
+    """Randomised-PIT uniformity of long assisted texts under the laws of plain forwards."""
+    target = load("tiny-target")
+    rows = [p.ids for p in prompts.tokenize(prompts.read(), target)]
+    rows = [rows[i % len(rows)] for i in range(n_texts)]
+    wanted = decoding(FILTERS[filters], TOKENS, n_texts)
+    found = engine(target, kind) if kind else TransformersEngine(target, batch_size=16)
+    outputs = [c for i in drawing.complete(found, rows, wanted) for c in i[1]]
+    pieces = (
+        (forward_logits(target.network, [[*c.prompt_ids, *c.output_ids][:-1]])[0][
+            len(c.prompt_ids) - 1 :], c.output_ids)
+        for c in outputs
+    )  # fmt: skip
+    fit = sampler_fit(pieces, **FILTERS[filters], rng=np.random.default_rng(n_texts))
+    return {
+        "road": f"long texts, {kind or 'plain'}",
+        "filters": filters,
+        "tokens": f"{n_texts} texts of {TOKENS}",
+        "n": fit.n_tokens,
+        "word": "DIFFERENT" if fit.rejected else "INCONCLUSIVE",
+        "pvalue": fit.pvalue,
+        "n_impossible": fit.n_impossible,
+    }
+
+
+def gemma_pair() -> tuple:
+    """A Gemma 4 and its assistant with random weights and 24 tokens."""
+    sizes = {
+        "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "sliding_window": 64,
+        "max_position_embeddings": 128, "initializer_range": 0.15, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": None,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    own = Gemma4TextConfig(**sizes, num_kv_shared_layers=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = Gemma4ForCausalLM(Gemma4TextConfig(**sizes))
+        config = Gemma4AssistantConfig(text_config=own, backbone_hidden_size=32)
+        assistant = Gemma4AssistantForCausalLM(config)
+    assistant.generation_config.num_assistant_tokens = 1
+    return target.eval(), assistant.eval()
+
+
+def gemma(n: int) -> tuple[sampling.JointLaw, sampling.JointLaw, np.ndarray]:
+    """Right law of two tokens, the law that the installed generator really has, and n samples.
+
+    The first token is sampled plainly, the second drafted as the argmax of the assistant's raw
+    logits and judged by their softmax: read off the calls of the acceptance step.
+    """
+    target, assistant = gemma_pair()
+    settings, ids, handed = FILTERS["top-k 4"], [1, 5, 9, 13], {}
+    step = generation.utils._speculative_sampling
+
+    def watched(drafted, draft_logits, n_drafted, target_logits, **kwargs):
+        handed[int(drafted[0, -2])] = (drafted[0, -1], draft_logits[0, 0], target_logits[0, 0])
+        return step(drafted, draft_logits, n_drafted, target_logits, **kwargs)
+
+    generation.utils._speculative_sampling = watched
+    try:
+        assisted = TransformersEngine(target, assistant=assistant)
+        drawn_ids = drawing.drawn(assisted, ids, n, decoding(settings, 3, 0))
+    finally:
+        generation.utils._speculative_sampling = step
+    law = sampling.next_tokens_law(target, ids, **settings)
+    probs, first = np.zeros(len(law.ids)), law.first()
+    for token, share in zip(first.ids[:, 0].tolist(), first.probs, strict=True):
+        drafted, shown, truth = handed[token]
+        greedy = torch.eye(len(shown))[drafted]
+        second = speculative.exact_output_law(truth, shown, greedy).numpy()
+        here = law.ids[:, 0] == token
+        probs[here] = share * second[law.ids[here, 1]]
+    real = sampling.JointLaw(ids=law.ids, probs=probs / probs.sum())
+    return law, real, drawn_ids
+
+
+# generator -> the law that a draft is drawn from, and the one that the acceptance step is shown
+CONTRACTS = {
+    "draft model, early exit (5.24)": ("processed", "processed"),
+    "MTP, DFlash before pull 47961": ("processed", "raw"),
+    "Gemma 4 assistant (5.24)": ("greedy", "raw"),
+}
+
+
+def exact(pair: str, filters: dict, n_positions: int) -> pd.DataFrame:
+    """TV of the installed acceptance step's exact output to the target, generator by generator."""
+    if pair == "tiny pair":
+        target, draft = load("tiny-target"), load("tiny-draft").network
+    else:
+        target = load("smollm2")
+        n_layers = target.network.config.num_hidden_layers
+        dropped = range(int(pair.split()[-2]) + 1, n_layers + 1)
+        draft = pruning.drop_layers(*dropped).transform(target.network)[0]
+    rows = [p.ids[:64] for p in prompts.tokenize(prompts.read(), target)]
+    frames = []
+    wanted = decoding(filters, 1, 0)
+    for row in rows:
+        places = range(7, len(row), 8)
+        own = {"target": [], "processed": [], "raw": []}
+        for at in places:
+            prefix = row[: at + 1]
+            own["target"].append(speculative.processed_logits(target, prefix, wanted)(())[0])
+            own["processed"].append(speculative.processed_logits(draft, prefix, wanted)(())[0])
+            own["raw"].append(speculative.processed_logits(draft, prefix)(())[0])
+        for t, q, raw in zip(*own.values(), strict=True):
+            laws = {"processed": q.double().softmax(-1), "raw": raw}
+            laws["greedy"] = torch.eye(len(raw), dtype=torch.float64)[raw.argmax()]
+            truth, tv = t.double().softmax(-1), {}
+            for name, (drawn_from, shown) in CONTRACTS.items():
+                seen = q if shown == "processed" else raw
+                law = speculative.exact_output_law(t, seen, laws[drawn_from])
+                tv[name] = float((law - truth).abs().sum() / 2)
+            frames.append(tv)
+        if len(frames) >= n_positions:
+            break
+    table = pd.DataFrame(frames[:n_positions])
+    shown = table.quantile([0.5, 0.95, 1.0]).T.set_axis(["tv_median", "tv_p95", "tv_worst"], axis=1)
+    settings = ", ".join(f"{k} {v:g}" for k, v in filters.items())
+    named = {"pair": pair, "filters": settings, "n_positions": len(table)}
+    return shown.rename_axis("generator").reset_index().assign(**named)
+
+
+def speeds(pair: str, n_prompts: int, n_tokens: int, n_drafts=(1, 2, 3, 5, 8)) -> pd.DataFrame:
+    """Predicted tokens per pass and acceptance beside what assisted `generate` did."""
+    if pair == "tiny pair":
+        target, draft = load("tiny-target"), load("tiny-draft")
+    else:
+        target = load("smollm2")
+        dropped = range(int(pair.split()[-2]) + 1, target.network.config.num_hidden_layers + 1)
+        draft = pruning.drop_layers(*dropped).transform(target.network)[0]
+    rows = [p.ids for p in prompts.tokenize(prompts.read()[:n_prompts], target)]
+    wanted = decoding({"temperature": 1.0}, n_tokens, 1)
+    plain = TransformersEngine(target, batch_size=8)
+    texts = [
+        (c.prompt_ids, c.output_ids) for _, r in drawing.complete(plain, rows, wanted) for c in r
+    ]
+    acceptance = speed.acceptance_along(target, draft, texts, temperature=1.0)
+    one = speed.pass_ms(target, rows[0], 1)
+    costs = {g + 1: speed.pass_ms(target, rows[0], g + 1) / one for g in n_drafts}
+    ratio = speed.pass_ms(draft, rows[0], 1) / one
+    model = speed.speed_model(acceptance, cost_ratio=ratio, pass_costs=costs, n_drafts=n_drafts)
+    told = [speed.measured_drafts(target, draft, rows, wanted, n_draft=g) for g in n_drafts]
+    measured = pd.DataFrame(told).add_prefix("measured_")
+    alpha = acceptance["acceptance"]
+    return pd.concat([model, measured], axis=1).assign(
+        pair=pair, mean_alpha=alpha.mean(), sd_alpha=alpha.std(), cost_ratio=ratio
+    )
+
+
+def publish(rows: list[dict], counts: list[pd.DataFrame]) -> pd.DataFrame:
+    """Write the verdicts and the counts behind them."""
+    table = pd.DataFrame(rows).assign(code=code())
+    table.to_csv(TABLE, index=False, float_format="%.4g")
+    pd.concat(counts).to_csv(COUNTS, index=False)
+    return table
+
+
+def calibrate() -> pd.DataFrame:
+    """Every road under every filter, at full length; counts of what was filtered are kept."""
+    rows, counts = [], []
+    for road, filters in subjects():
+        told, seen = run(road, filters)
+        rows += told
+        counts += [seen] if filters != OFF else []
+    law, real, drawn_ids = gemma(1000)
+    named = {"road": "generate, Gemma 4 assistant", "filters": "top-k 4"}
+    for tokens, own in (("two jointly", law), ("two jointly, against its own exact law", real)):
+        rows.append(named | {"tokens": tokens} | judged(own, own.counted(drawn_ids)[0]))
+    for filters in ("top-k 16", OFF):
+        rows += [long_texts(kind, filters) for kind in ("", *ENTRIES)]
+    table = publish(rows, counts)
+    pairs = {"tiny pair": 477, "SmolLM2, 27 layers": 96, "SmolLM2, 20 layers": 96}
+    found = [exact(pair, {"temperature": 1.0, "top_k": 50}, n) for pair, n in pairs.items()]
+    pd.concat(found).to_csv(EXACT, index=False, float_format="%.4g")
+    found = [speeds("tiny pair", 48, 96), speeds("SmolLM2, 27 layers", 8, 32)]
+    pd.concat(found).to_csv(SPEED, index=False, float_format="%.4g")
+    return table
 
 
 def bench() -> list[Measurement]:
-    """Law of all γ + 1 positions of a round, and 1e6 acceptance steps, both on dense laws."""
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, GAMMA + 1, VOCAB)) * 4
-    target, draft = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    alpha = np.minimum(target, draft).sum(-1)[:GAMMA]
-    n_rounds = int(ROUNDS / (expected_tokens(alpha) - np.prod(alpha)))  # bonuses are not judged
-    limits = {
-        f"exact law of one position, vocabulary {VOCAB:,}": 0.020,
-        f"exact laws of the {GAMMA + 1} positions of a round, vocabulary {VOCAB:,}": 0.020,
-        f"{ROUNDS:,} acceptance steps simulated": 1.0,
-    }
-    calls = (
-        lambda: output_law(target[0], draft[0]),
-        lambda: [output_law(p, q) for p, q in zip(target, draft, strict=True)],
-        lambda: speculate(target, draft, n_rounds, rng=rng),
-    )
-    took = interleaved(dict(zip(limits, calls, strict=True)))
-    return [Measurement(name=n, seconds=s, limit=limits[n]) for n, s in took.items()]
+    """1e4 continuations of two tokens, from SmolLM2 where it is there, at two settings."""
+    model = load("smollm2" if models.is_present("smollm2") else "tiny-target")
+    ids, n = model.tokenizer("The capital of France is a city that").input_ids, 10_000
+    network, found = model.network, []
+
+    @torch.no_grad()
+    def one_prefill(settings: dict) -> None:
+        """The best alternative: the prompt once, its cache repeated for every sample."""
+        first = network(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        probs = sampler_probs(first.logits[:, -1], **settings)
+        tokens = torch.multinomial(probs[0], n, replacement=True)
+        for part in tokens.split(64):
+            cache = sampling.copy.deepcopy(first.cache)
+            cache.batch_repeat_interleave(len(part))
+            out = network(part[:, None], cache=cache, use_cache=True)
+            torch.multinomial(sampler_probs(out.logits[:, -1], **settings), 1)
+
+    def per_sample(settings: dict) -> None:
+        """`generate` for each; a hundredth of them, to be multiplied."""
+        plain = TransformersEngine(model)
+        drawing.drawn(plain, ids, n // 100, decoding(settings, 2, 0))
+
+    for name, settings in {"top-k 50": {"temperature": 1.0, "top_k": 50}}.items():
+        took = interleaved(
+            {
+                "draw": lambda s=settings: sampling.draw(
+                    model, ids, n, rng=np.random.default_rng(0), **s
+                ),
+                "one prefill": lambda s=settings: one_prefill(s),
+                "generate": lambda s=settings: per_sample(s),
+            },
+            repeats=3,
+            warm_up=0,
+        )
+        for alternative, times in (("one prefill", 1), ("generate", 100)):
+            found.append(
+                Measurement(
+                    name=f"1e4 samples of 2 tokens, {name}, {model.name}",
+                    seconds=took["draw"],
+                    alternative=alternative,
+                    alternative_seconds=took[alternative] * times,
+                    limit=1 / 20 if alternative == "generate" else 1.0,
+                )
+            )
+    return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, T0_GREEDY_S, build_t0
 
+from benchmarks import speculation as bench
 from lossless_lab import Decoding, TransformersEngine, check
 from lossless_lab.engines.drawing import continuously_batched, drawn
 from lossless_lab.engines.speculative import exact_output_law, processed_logits
@@ -295,3 +296,64 @@ def test_plain_and_continuous_batches_follow_the_exact_joint_law(t0):
     assert (continuously_batched(network, PROMPT_S, 400, settings) == paged).all()
     with pytest.raises(ValueError, match="min_p` must be 0"):
         continuously_batched(t0, PROMPT_S, 4, Decoding(temperature=1.0, min_p=0.1))
+
+
+def test_the_installed_gemma_4_drafter_is_biased_exactly_as_its_laws_say():
+    """Greedy drafts judged by their softmax (B07, issue 47932), in real models and whole calls."""
+    law, real, sampled = bench.gemma(120)
+    tv = 0.5 * np.abs(law.probs - real.probs).sum()
+    assert tv > 0.3
+    right, own = (judge_sampler(*x.counted(sampled), margin=0.05) for x in (law, real))
+    assert right.word == "DIFFERENT" and right.bound.low < tv < right.bound.high
+    assert own.pvalue > 1e-3 and not own.n_impossible
+
+
+# what is published
+
+
+@pytest.fixture(scope="module")
+def published():
+    return pd.read_csv(bench.TABLE), pd.read_csv(bench.COUNTS)
+
+
+def test_published_verdicts_belong_to_this_code_and_follow_from_the_published_counts(
+    published, tiny_target
+):
+    table, counts = published
+    assert set(table["code"]) == {bench.code()}
+    laws = {
+        name: next_tokens_law(tiny_target, bench.asked(tiny_target), **settings)
+        for name, settings in bench.FILTERS.items()
+        if name != bench.OFF
+    }
+    jointly = table[table["tokens"] == "two jointly"].set_index(["road", "filters"])
+    n_checked = 0
+    for (road, filters), group in counts.groupby(["road", "filters"]):
+        cells = {tuple(row): n for *row, n in group[["token_1", "token_2", "count"]].to_numpy()}
+        row = jointly.loc[road, filters]
+        own = np.array([cells.get(tuple(ids), 0) for ids in laws[filters].ids.tolist()] + [0])
+        assert own.sum() == row["n"] - row["n_impossible"]
+        again = bench.judged(laws[filters], own)
+        assert again["word"] == row["word"]
+        assert again["tv_high"] == pytest.approx(row["tv_high"], rel=5e-3)
+        n_checked += 1
+    assert n_checked >= 8
+
+
+def test_published_roads_of_the_classical_drafters_show_no_bias(published):
+    table, _ = published
+    mine = table[~table["road"].str.contains("Gemma")]
+    assert (mine["n_impossible"] == 0).all()
+    assert mine["pvalue"].min() > 0.05 / len(mine)  # Bonferroni over the table
+    assert (mine["word"] != "DIFFERENT").all()
+    full = table[(table["road"] == "_speculative_sampling") & (table["tokens"] == "two jointly")]
+    assert (full["n"] == 200_000).all()
+    assert (full.loc[full["filters"] != bench.OFF, "word"] == "EQUIVALENT").all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ["_speculative_sampling", "generate, draft model"])
+def test_a_reduced_run_of_the_published_roads(road):
+    rows, seen = bench.run(road, "top-k 16", scale=0.02)
+    assert rows[0]["n_impossible"] == 0 and rows[0]["pvalue"] > 1e-3
+    assert seen["count"].sum() == rows[0]["n"]
