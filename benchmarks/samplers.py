@@ -253,7 +253,8 @@ def calibrate(n_repetitions: int = 2000) -> pd.DataFrame:
 
 
 _PUBLIC = """
-import sys, time, numpy as np, torch
+import sys, time, types, numpy as np
+sys.modules["model_equality_testing.dataset"] = types.ModuleType("dataset")  # its downloads
 from model_equality_testing.algorithm import run_two_sample_test
 from model_equality_testing.distribution import CompletionSample
 x, y = (CompletionSample(prompts=np.zeros(len(a), int), completions=a, m=1)

@@ -1,0 +1,201 @@
+"""Limits of TV: against brute force over all sets, coverage, width, words; one judgement."""
+
+import itertools
+import math
+import zlib
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from benchmarks import samplers
+from lossless_lab.statistical import equivalence
+from lossless_lab.statistical.equivalence import tv_upper_bound, tv_upper_bound_two_samples
+from lossless_lab.statistical.sampler_verdict import judge_sampler
+from lossless_lab.stats.tv_limits import any_limit, mean_excess, weights
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+def simple(bound):
+    return bound.estimate + math.sqrt(math.log(20) / (2 * bound.n))
+
+
+def test_the_first_limit_is_near_the_largest_over_all_sets(rng):
+    """Never below the maximum over 2^8 sets of the exact binomial limit, and little above it."""
+    probs = samplers.law("zipf", 8)
+    for n in (20, 300, 5000):
+        share = rng.multinomial(n, probs) / n
+        found = any_limit(lambda slope, s=share: np.maximum(slope * s - probs, 0).sum(), n, 0.05)
+        sets = np.array(list(itertools.product((False, True), repeat=8)))
+        hits = np.round(sets @ share * n)
+        upper = np.where(hits < n, stats.beta.ppf(0.95, hits + 1, np.maximum(n - hits, 1)), 1)
+        largest = (upper - sets @ probs).max()
+        assert largest - 1e-9 <= found <= largest + 0.1 / math.sqrt(n)
+
+
+def test_the_estimate_of_the_spread_distance_is_unbiased(rng):
+    """Σ (p − q)²/w on average over 20,000 samples of 40 draws."""
+    probs, n = samplers.law("zipf", 6), 40
+    candidate, w = samplers.biased(probs, 0.1, "spread"), weights(probs)
+    c = rng.multinomial(n, candidate, 20_000)
+    u = ((c * (c - 1) / (n * (n - 1)) - 2 * probs * c / n + probs**2) / w).sum(1)
+    assert u.mean() == pytest.approx(((candidate - probs) ** 2 / w).sum(), abs=4 * stats.sem(u))
+
+
+def test_the_mean_of_a_perfect_sampler(rng):
+    for name, n in itertools.product(("uniform", "zipf", "dominant"), (300, 20_000)):
+        probs = samplers.law(name, 64)
+        drawn = np.abs(rng.multinomial(n, probs, 2000) / n - probs).sum(1).mean() / 2
+        assert drawn <= mean_excess(probs, n) * 1.01 and mean_excess(probs, n) <= 1.08 * drawn
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
+def test_never_wider_than_the_simple_bound(confidence, rng):
+    slack = math.sqrt(-math.log(1 - confidence) / 2)
+    for n in [*range(1, 130), 1000, 100_000]:
+        for name in ("uniform", "dominant"):
+            probs = samplers.law(name, 16)
+            for candidate in (probs, samplers.law("zipf", 16), np.eye(16)[3]):
+                bound = tv_upper_bound(rng.multinomial(n, candidate), probs, confidence=confidence)
+                assert bound.high <= bound.estimate + slack / math.sqrt(n) + 1e-9, (n, name)
+                assert bound.low <= bound.estimate <= bound.high + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("law", "margin", "bias"),
+    [
+        (("uniform", 16), 0.05, (0, "none")),
+        (("zipf", 512), 0.05, (0.5, "spread")),
+        (("zipf", 16), 0.05, (1, "one token")),
+        (("uniform", 512), 0.05, (1, "temperature")),
+    ],
+)
+def test_coverage_reduced(law, margin, bias, rng):
+    for row in samplers.coverage(*law, margin, bias, 150, rng):
+        assert row["claim"] == "95% holds", row
+        assert row.get("widest", 0) <= 1
+
+
+def test_a_bound_of_the_corrected_estimate_is_caught(rng, monkeypatch):
+    """Mutant: the point estimate taken as the bound. It covers too rarely, and is seen to."""
+
+    def wrong(counts, probs):
+        bound = tv_upper_bound(counts, probs)
+        return type(bound)(
+            **{f: getattr(bound, f) for f in bound.__slots__} | {"high": bound.corrected}
+        )
+
+    monkeypatch.setattr(samplers.equivalence, "tv_upper_bound", wrong)
+    assert samplers.coverage("zipf", 16, 0.05, (1, "spread"), 150, rng)[0]["claim"] == "95% FAILS"
+
+
+def test_the_published_coverage_and_width():
+    table = pd.read_csv(samplers.TABLE).query("what == 'coverage'")
+    upper = table[table.case == "upper limit of TV"]
+    assert set(upper.n_tokens) == {16, 512, 4096} and (upper.widest <= 1).all()
+    for n_tokens, width in ((16, 0.87), (512, 0.65), (4096, 0.62)):
+        perfect = upper[(upper.tv == 0) & (upper.n_tokens == n_tokens)]
+        assert (perfect.width < width).all()
+    assert (
+        upper.query("law == 'uniform' and n_tokens == 4096 and bias == 'spread'").width < 0.4
+    ).all()
+
+
+def test_words():
+    probs = samplers.law("uniform", 4)
+    even = tv_upper_bound([25_000] * 4, probs)
+    assert [even.word(m) for m in (0.01, 0.001)] == ["EQUIVALENT", "INCONCLUSIVE"]
+    far = tv_upper_bound([60_000, 20_000, 10_000, 10_000], probs)
+    assert far.word(0.3) == "DIFFERENT" and far.low <= 0.35 <= far.high
+    assert far.word(0.36) == "EQUIVALENT"
+    assert far.word(0.35) == "INCONCLUSIVE"
+
+
+def test_the_draws_needed_are_enough_and_not_many_too_many():
+    for name, n_tokens in (("uniform", 16), ("zipf", 512), ("dominant", 16)):
+        bound = tv_upper_bound(np.ones(n_tokens), samplers.law(name, n_tokens))
+        assert bound.word(0.01) == "INCONCLUSIVE"
+        n = bound.n_needed(0.01)
+        highs = [equivalence._perfect(bound, m) for m in (n, 0.98 * n)]
+        assert highs[0] <= 0.01 < highs[1]
+    assert bound.n_needed(0.97) <= 2
+
+
+def test_a_perfect_sampler_gets_the_bound_that_is_printed_beside(rng):
+    for name, n_tokens in (("uniform", 16), ("zipf", 512)):
+        probs = samplers.law(name, n_tokens)
+        bounds = [tv_upper_bound(c, probs) for c in rng.multinomial(20_000, probs, 40)]
+        assert np.median([b.high for b in bounds]) == pytest.approx(bounds[0].perfect_high, rel=0.1)
+        assert f"{bounds[0].perfect_high:.4g}" in str(bounds[0])
+
+
+def test_no_draws_say_nothing():
+    bound = tv_upper_bound([0, 0], [0.5, 0.5])
+    assert (bound.low, bound.high, bound.word(0.01)) == (0, 1, "INCONCLUSIVE")
+    assert bound.n_needed(0.01) > 1000
+    two = tv_upper_bound_two_samples([0, 0], [3, 4])
+    assert (two.low, two.high, two.word(0.5)) == (0, 1, "INCONCLUSIVE")
+
+
+def test_two_samples_reduced(rng):
+    for tv in (0, 0.05):
+        for row in samplers.two_sample_coverage("zipf", 64, tv, 150, rng):
+            assert row["claim"] == "95% holds", row
+    bound = tv_upper_bound_two_samples([900, 100], [100, 900])
+    assert bound.word(0.5) == "DIFFERENT" and bound.estimate == pytest.approx(0.8)
+    assert bound.high == pytest.approx(0.8 + math.sqrt(math.log(20) / 2 * (2 / 1000)))
+
+
+def test_a_joint_law_is_judged_as_one(rng):
+    first, then = samplers.law("zipf", 8), samplers.law("uniform", 8)
+    law = np.outer(first, then)
+    verdict = judge_sampler(rng.multinomial(50_000, law.ravel()).reshape(8, 8), law, margin=0.05)
+    assert verdict.word == "EQUIVALENT" and not verdict.rejected
+    together = np.eye(8) * first[:, None]  # the right marginals, but tied to each other
+    verdict = judge_sampler(
+        rng.multinomial(50_000, (0.9 * law + 0.1 * together).ravel()).reshape(8, 8),
+        law,
+        margin=0.05,
+    )
+    assert verdict.word == "DIFFERENT" and verdict.rejected
+    assert verdict.to_frame().high[0] == verdict.bound.high
+    assert verdict.worst_token % 9 == 0  # on the diagonal
+
+
+def test_surely_different_by_less_than_the_margin(rng):
+    probs = samplers.law("uniform", 16)
+    counts = rng.multinomial(1_000_000, samplers.biased(probs, 0.005, "spread"))
+    verdict = judge_sampler(counts, probs, margin=0.01)
+    assert verdict.word == "EQUIVALENT" and verdict.rejected
+
+
+def test_one_impossible_draw_rejects():
+    verdict = judge_sampler([5000, 4999, 1], [0.5, 0.5, 0], margin=0.05)
+    assert verdict.n_impossible == 1 and verdict.rejected and "1 draws impossible" in str(verdict)
+
+
+def test_too_few_draws_are_told_how_many_are_needed(rng):
+    verdict = judge_sampler(
+        rng.multinomial(100, samplers.law("zipf", 64)), samplers.law("zipf", 64), margin=0.01
+    )
+    assert verdict.word == "INCONCLUSIVE" and f"{verdict.n_needed} draws needed" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: tv_upper_bound([1, 2], [0.5, 0.4]), "sums to 0.9"),
+        (lambda: tv_upper_bound([1, 2], [-0.5, 1.5]), "smallest entry -0.5"),
+        (lambda: judge_sampler([1, 2, 3], [0.5, 0.5], margin=0.1), "one shape"),
+        (lambda: tv_upper_bound_two_samples([1, 2], [1]), "one shape"),
+        (lambda: tv_upper_bound([1, 2], [0.5, 0.5]).n_needed(0), "got 0"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
