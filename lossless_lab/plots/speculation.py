@@ -79,7 +79,7 @@ def power_curves(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     line(ax, "80 %", [0, 1], [0.8, 0.8], transform=ax.transAxes, **_GUIDE)
     ax.set(xscale="log", ylim=(0, 1), xlabel="exact total variation (log scale)")
     ax.set_ylabel("share found")
-    legend(ax, loc="upper left", fontsize="x-small")
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), fontsize="x-small")
     return ax
 
 
