@@ -23,22 +23,11 @@ from lossless_lab.optimizations.entry import Candidate, Optimization
 from lossless_lab.optimizations.precision import cast
 from lossless_lab.optimizations.quantization import quantized
 
-CATALOGUE: dict[str, Optimization] = {
-    entry.name: entry
-    for room in (
-        precision,
-        compilation,
-        caches,
-        batching,
-        quantization,
-        kv_compression,
-        pruning,
-        adapters,
-        activations,
-        speculation,
-    )
-    for entry in room.ENTRIES
-}
+_ROOMS = (
+    precision, compilation, caches, batching, quantization, kv_compression, pruning, adapters,
+    activations, speculation,
+)  # fmt: skip
+CATALOGUE: dict[str, Optimization] = {e.name: e for room in _ROOMS for e in room.ENTRIES}
 
 
 def find(name: str) -> Optimization:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format
-from lossless_lab.optimizations.entry import Optimization, copied
+from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
 from lossless_lab.optimizations.quantization import HEAD, linears, quantized
 from lossless_lab.optimizations.witness import Observation
 
@@ -21,22 +21,13 @@ _CLIPS = torch.logspace(-2, 0, 60)  # shares of the largest value that "least er
 
 
 def dynamic(
-    weights: str | Format | GgufFormat = "int8-channel",
-    *,
-    fmt: str | Format | GgufFormat = "int8-channel",
-    skip: Sequence[str] = HEAD,
+    weights: str | Format | GgufFormat = "int8-channel", *, skip: Sequence[str] = HEAD
 ) -> Optimization:
-    """Weights in one format, inputs of linear layers in `fmt`, a scale for each token found anew.
+    """Weights in a format, inputs of linear layers in int8, the scale of each token found anew.
 
-    Simulated; claims level 2 where both have 8 bits, else 3.
+    Simulated; claims level 2 where the weights have 8 bits, else 3.
     """
-    fmt, weights = number_format(fmt), number_format(weights)
-
-    def rounding(name: str) -> Callable:
-        return lambda x: (fmt.fitted(x.shape[-1]).round(x.float().contiguous()).to(x.dtype), 0)
-
-    name = f"{weights.name}-act-{fmt.name.removesuffix('-channel')}-dynamic"
-    return _entry(name, weights, rounding, skip, eight=min(fmt.bits, weights.bits) >= 8)
+    return _entry(number_format(weights), None, skip)
 
 
 def static(
@@ -45,19 +36,11 @@ def static(
     *,
     skip: Sequence[str] = HEAD,
 ) -> Optimization:
-    """The same with one int8 scale for each layer, as `calibrate` finds it; claims level 2.
+    """The same with one scale for each layer, as `calibrate` finds it.
 
     What lies beyond 127 steps saturates; the witness tells how much did.
     """
-    weights = number_format(weights)
-
-    def rounding(name: str) -> Callable:
-        if name not in scales:
-            raise ValueError(f"`scales` must have one for each layer; {name} has none")
-        return partial(_to_steps, scale=scales[name])
-
-    name = f"{weights.name}-act-int8-static"
-    return _entry(name, weights, rounding, skip, eight=weights.bits >= 8)
+    return _entry(number_format(weights), scales, skip)
 
 
 def calibrate(
@@ -110,45 +93,46 @@ def _scales(x: torch.Tensor, largest: float, percentile: float) -> tuple[float, 
     return largest / STEPS, float(at) / STEPS, float(tries[torch.tensor(errors).argmin()])
 
 
-def _to_steps(x: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, int]:
+def _to_steps(x: torch.Tensor, *, scale: Any) -> tuple[torch.Tensor, int]:
     """x on its steps, and how many values lay beyond the last."""
+    scale = torch.as_tensor(scale).clamp(min=torch.finfo(torch.float32).tiny)
     steps = (x.float() / scale).round()
     beyond = int((steps.abs() > STEPS).sum())
     return (steps.clamp(-STEPS, STEPS) * scale).to(x.dtype), beyond
 
 
 def _entry(
-    name: str,
-    weights: Format | GgufFormat,
-    rounding: Callable[[str], Callable],
-    skip: Sequence[str],
-    *,
-    eight: bool,
+    weights: Format | GgufFormat, scales: Mapping[str, float] | None, skip: Sequence[str]
 ) -> Optimization:
     base = quantized(weights, skip=skip)
 
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
         changed, settings = base.transform(network)
         for layer, module in linears(changed, skip=skip):
-            module.rounded = [0, 0]
-            module.register_forward_pre_hook(partial(_round_input, by=rounding(layer)))
+            if scales is not None and layer not in scales:
+                raise ValueError(f"`scales` must have one for each layer; {layer} has none")
+            module.rounded, scale = [0, 0], None if scales is None else float(scales[layer])
+            module.register_forward_pre_hook(partial(_round_input, scale=scale))
         return changed, settings
 
     def witness(seen: Observation) -> str:
         counts = [getattr(m, "rounded", (0, 0)) for _, m in linears(seen.network, skip=skip)]
         n, beyond = (sum(column) for column in zip(*counts, strict=True))
-        of_weights = base.witness(seen).removeprefix("VACUOUS: ")
+        of_weights = base.witness(seen).removeprefix(VACUOUS)
         share = f"{100 * beyond / max(n, 1):.2g} % of them saturated"
         return f"{n} inputs of {len(counts)} layers rounded, {share}; {of_weights}" if n else ""
 
-    level = "2" if eight else "3"
-    return Optimization(name=name, level=level, transform=transform, witness=witness)
+    kind = "dynamic" if scales is None else "static"
+    name = f"{weights.name}-act-int8-{kind}"
+    return Optimization(name=name, level=base.level, transform=transform, witness=witness)
 
 
-def _round_input(module: nn.Module, args: tuple, *, by: Callable) -> tuple[torch.Tensor]:
-    x, beyond = by(args[0])
+def _round_input(module: nn.Module, args: tuple, *, scale: float | None) -> tuple[torch.Tensor]:
+    (x,) = args
+    of_token = x.abs().amax(-1, keepdim=True).float() / STEPS
+    rounded, beyond = _to_steps(x, scale=of_token if scale is None else scale)
     module.rounded = [module.rounded[0] + x.numel(), module.rounded[1] + beyond]
-    return (x,)
+    return (rounded,)
 
 
 def torchao(kind: str) -> Optimization:
@@ -191,13 +175,12 @@ def _torchao_config(kind: str) -> Any:
     from torchao import quantization
     from torchao.dtypes import Int4CPULayout
 
-    if kind == "int4-weight-only":
-        return quantization.Int4WeightOnlyConfig(group_size=32, layout=Int4CPULayout(), version=1)
-    configs = {
+    int4 = {"group_size": 32, "layout": Int4CPULayout(), "version": 1}
+    return {
         "int8-weight-only": quantization.Int8WeightOnlyConfig,
         "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
-    }
-    return configs[kind]()
+        "int4-weight-only": partial(quantization.Int4WeightOnlyConfig, **int4),
+    }[kind]()
 
 
 def _bytes(tensor: Any) -> int:
