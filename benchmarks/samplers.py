@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -90,12 +91,13 @@ TESTS = {
         1000,
         _LAWS,
     ),
-    "integral transform": (_pit, 200, _LAWS[:3]),
+    "integral transform": (_pit, 50, _LAWS[:3]),
     "two samples, chi-square": (_two(two_sample.chi_square_two_samples), 1000, _LAWS),
     "two samples, token shares": (_two(token_shares.share_difference_tests), 200, _LAWS[:3]),
     "two samples, MMD": (_mmd, 250, _LAWS[:3]),
 }
 _FAMILIES = [("zipf", 512), ("dominant", 512)]
+_PEEKED = [("uniform", 16), ("zipf", 16), ("dominant", 16)]
 _BOUND_LAWS = [
     (name, n_tokens) for n_tokens in (16, 512, 4096) for name in ("uniform", "zipf", "dominant")
 ]
@@ -215,38 +217,34 @@ def code() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def simulated(n_repetitions: int) -> pd.DataFrame:
-    """Every row of the table."""
-    rows = []
-
-    def add(simulate, *case, at: tuple[str, int]) -> None:
-        place = {"what": simulate.__name__.replace("_", " "), "law": at[0], "n_tokens": at[1]}
-        found = simulate(*case, n_repetitions, np.random.default_rng(len(rows)))
-        rows.extend(place | row for row in found)
-
-    for test, (_, _, laws) in TESTS.items():
-        for at in laws:
-            add(false_alarms, test, *at, at=at)
-    for test in (NAIVE, "chi-square", "token shares"):
-        for at in _FAMILIES:
-            add(family, test, *at, at=at)
-    for test in ("sequential", NAIVE):
-        for name in ("uniform", "zipf", "dominant") if test != NAIVE else ("uniform",):
-            add(peeking, test, name, 16, at=(name, 16))
+def jobs() -> list[tuple]:
+    """(what to simulate, its arguments, law, size of the law) of every row."""
+    found = [(false_alarms, (test, *at), at) for test in TESTS for at in TESTS[test][2]]
+    found += [(family, (t, *at), at) for t in (NAIVE, "chi-square") for at in _FAMILIES]
+    found += [(peeking, ("sequential", *at), at) for at in _PEEKED]
+    found += [(peeking, (NAIVE, *_PEEKED[0]), _PEEKED[0])]
     for at in _BOUND_LAWS:
         for margin in _MARGINS:
             for bias in _BIASES:
                 if bias[0] * margin < 0.999 * (1 - law(*at)[0]):
-                    add(coverage, *at, margin, bias, at=at)
-    for tv in (0, 0.025, 0.05):
-        for at in (("uniform", 16), ("zipf", 512)):
-            add(two_sample_coverage, *at, tv, at=at)
-    return pd.DataFrame(rows)
+                    found.append((coverage, (*at, margin, bias), at))
+    two = [(tv, at) for tv in (0, 0.025, 0.05) for at in _PEEKED[:1] + _LAWS[1:2]]
+    return found + [(two_sample_coverage, (*at, tv), at) for tv, at in two]
 
 
-def calibrate(n_repetitions: int = 2000) -> pd.DataFrame:
+def row(i: int, n_repetitions: int) -> list[dict]:
+    """What one job finds; its number is the seed."""
+    simulate, case, (name, n_tokens) = jobs()[i]
+    place = {"what": simulate.__name__.replace("_", " "), "law": name, "n_tokens": n_tokens}
+    return [place | x for x in simulate(*case, n_repetitions, np.random.default_rng(i))]
+
+
+def calibrate(n_repetitions: int = 2000, *, n_processes: int | None = None) -> pd.DataFrame:
     """One row per test or limit and law."""
-    frame = simulated(n_repetitions).assign(n_repetitions=n_repetitions, code=code())
+    n = len(jobs())
+    with ProcessPoolExecutor(n_processes) as pool:
+        rows = [x for found in pool.map(row, range(n), [n_repetitions] * n) for x in found]
+    frame = pd.DataFrame(rows).assign(n_repetitions=n_repetitions, code=code())
     frame = frame.round({"width": 3, "widest": 3, "mean_limit": 5, "perfect_high": 5})
     frame.to_csv(TABLE, index=False)
     return frame
