@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, build_g0, build_t0
 from transformers import DynamicCache
-from transformers.cache_utils import QuantoQuantizedLayer
+from transformers.cache_utils import Fp8QuantizedLayer, QuantoQuantizedLayer
 
 from lossless_lab import check, models, optimizations
 from lossless_lab.engines import Decoding, TransformersEngine
@@ -68,6 +68,16 @@ def test_it_holds_what_transformers_own_quanto_cache_holds():
     for x, y in zip(ours.update(*second), theirs.update(*second), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
         assert float((x[..., :40, :] - first[0]).abs().max()) > 0.01
+
+
+def test_it_holds_what_transformers_own_fp8_cache_holds_of_a_prompt():
+    """One scale for the keys of a pass; what is new is read as it is here, and rounded there."""
+    ours, theirs = QuantizedRows(both("fp8-e4m3")), Fp8QuantizedLayer()
+    first, second = states(40), states(1, seed=1)
+    for layer in (ours, theirs):
+        layer.update(*first)
+    for x, y in zip(ours.update(*second), theirs.update(*second), strict=True):
+        torch.testing.assert_close(x[..., :40, :], y[..., :40, :], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["int8-channel", "q4_0", "mxfp4", "int4-group32-asym"])
@@ -139,6 +149,9 @@ def test_evicted_tokens_are_counted_and_dropped(t0):
     layer = cache.layers[0]
     assert (layer.keys.shape[-2], layer.get_seq_length(), how.n_compressed(9)) == (7, 9, 2)
     assert how.bits_per_value(16, 9) == 16 * 7 / 9
+    sinks_alone = EvictingKV(name="", sinks=3, window=0).build(t0.config)
+    logits(t0, PROMPT_L, sinks_alone)
+    assert sinks_alone.layers[0].keys.shape[-2] == 3
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ class SinksAndWindow(_Compressed):
     def update(self, key_states, value_states, *args, **kwargs):
         """The cached and the new; then what is neither sink nor recent is dropped."""
         read = super().update(key_states, value_states)
-        self.count += key_states.shape[-2]
-        if self.keys.shape[-2] > self.how.sinks + self.how.window:
+        self.count, window = self.count + key_states.shape[-2], self.how.window
+        if self.keys.shape[-2] > self.how.sinks + window:
             self.keys, self.values = (
-                torch.cat([x[..., : self.how.sinks, :], x[..., -self.how.window :, :]], -2)
+                torch.cat([x[..., : self.how.sinks, :], x[..., x.shape[-2] - window :, :]], -2)
                 for x in read
             )
         return read
