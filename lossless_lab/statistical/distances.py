@@ -18,7 +18,8 @@ MORE = ("hellinger", "reference_entropy_nats", "candidate_entropy_nats")
 LOGPROBS = ("reference_logprob", "candidate_logprob")
 LOGITS = ("logit_rms", "logit_peak")
 _BLOCK = 128  # logits whose maximum stands for them while the largest are sought
-_LARGE = 0.05**3 / 12  # x − 2 tanh(x/2) at x = 0.05, from where it cancels too little to matter
+# δ − 2 tanh(δ/2) and ln cosh(δ/2) cancel where δ is small: below these values δ³/12 and δ²/8.
+_ODD, _EVEN = 0.05**3 / 12, 0.02**2 / 8
 
 
 def distances(
@@ -34,7 +35,7 @@ def distances(
     Σ w·δ is the sum of both KL, Σ (p + q)(δ − 2t) their difference, and no term cancels. δ comes
     from the raw difference b − a, less Σ p (b − a), less ln of what is then missing from 1.
     Rows in float32 that this cannot give to 5e-5 (tokens masked, an offset between both sides far
-    above their distance, |δ| ≥ 10) are computed again in float64.
+    above their distance, |δ| ≥ 40) are computed again in float64.
 
     Parameters
     ----------
@@ -128,21 +129,27 @@ def _in_float32(
     p_top = p.gather(-1, top)
     rest = p.scatter_(-1, top, 0).sum(-1)  # 1 − p(top), to all its digits
     both = p.scatter_(-1, top, p_top).mul_(2).add_(w)
+    x = torch.mul(e, 0.5, out=x).log1p_().sub_(d, alpha=0.5)  # ln cosh(δ/2)
+    x.sub_(_EVEN).clamp_(min=0)
+    x.add_(torch.mul(d, d, out=z).mul_(1 / 8).clamp_(max=_EVEN))
+    js = both_ways / 4 - sum_of(both, x) / 2
     e.div_(torch.add(e, 2, out=z))
     x = torch.sub(d, e, alpha=2, out=x)
-    x.sub_(torch.clamp(x, -_LARGE, _LARGE, out=z))
-    z = torch.mul(d, d, out=z)
-    x.add_(z.mul_(d).mul_(1 / 12).clamp_(-_LARGE, _LARGE))
+    x.sub_(torch.clamp(x, -_ODD, _ODD, out=z))
+    x.add_(torch.mul(d, d, out=z).mul_(d).mul_(1 / 12).clamp_(-_ODD, _ODD))
     asymmetry = sum_of(both, x)
     e.square_().neg_()
-    js = (both_ways + sum_of(both, torch.log1p(e, out=d))) / 4
     x = torch.add(e, 1, out=x).sqrt_().add_(1)
     squared = sum_of(both, e.div_(x)).abs() / 2
     w.scatter_(-1, top, 0)
     up = torch.clamp(w, min=0, out=z).sum(-1)
     tv = torch.maximum(up, up - w.sum(-1))
     forward, backward = (both_ways - asymmetry) / 2, (both_ways + asymmetry) / 2
-    ln_total = -torch.log1p(-rest.double())
+    total = p_top[:, 0].double() + rest  # 1 to the few digits that a softmax in float32 has
+    ln_total = -torch.log1p(-rest / total)
+    forward, backward, js, tv, squared, p_x, w_x = (
+        v / total for v in (forward, backward, js, tv, squared, p_x, w_x)
+    )
     entropy = ln_total - p_x
     values = (forward, backward, js, tv, squared.clamp(max=1).sqrt(), entropy)
     values = (*values, entropy - w_x - backward, rms, peak)
@@ -152,7 +159,7 @@ def _in_float32(
     if tokens is not None:
         found |= zip(LOGPROBS, (ln_p - ln_total, ln_p - ln_total + change), strict=True)
     slip = offset.abs() * 2**-23  # of δ, from the rounding of b − a
-    sure = (torch.maximum(high, -low) < 10) & (slip * rest <= 5e-5 * tv)
+    sure = (torch.maximum(high, -low) < 40) & (slip * rest <= 5e-5 * tv)
     return found, sure & (slip * tv <= 5e-5 * torch.minimum(forward, backward))
 
 
