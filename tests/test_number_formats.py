@@ -394,6 +394,25 @@ def test_refusals_name_what_is_wrong():
         round_to(x, "int8-channel")
 
 
+def test_values_beyond_a_stored_scale_are_counted(normal):
+    """By what rounding makes of them: the largest of a group comes back smaller by over half a step.
+
+    Scales in float32 saturate nothing; MX scales are powers of two, at times too small.
+    """
+    x = normal()
+    for name in ("int8-channel", "fp8-e4m3", "nf4"):
+        assert number_format(name).saturated(x) == 0, name
+    blocks, rounded = (t.reshape(-1, 32) for t in (x, round_to(x, "mxfp4")))
+    top = rounded.abs().amax(1, keepdim=True)
+    beyond = (blocks.abs() > top) & (rounded.abs() == top)
+    scale = torch.exp2(torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True))) - 2)
+    assert torch.equal(beyond & (top == 6 * scale), blocks.abs() > 6 * scale)
+    share = float((blocks.abs() > 6 * scale).float().mean())
+    assert number_format("mxfp4").saturated(x) == pytest.approx(share) and 0.003 < share < 0.03
+    assert 0 < number_format("int4-group32").saturated(x) < 1 / 32
+    assert np.isnan(number_format("q4_0").saturated(x))
+
+
 def test_groups_shrink_until_they_fit():
     assert number_format("int4-group128").fitted(576).group == 64
     assert number_format("int4-group128").fitted(1536).name == "int4-group128"

@@ -99,6 +99,20 @@ class Format:
             whole = (scale.max() / self.scale.max).clamp(min=torch.finfo(torch.float32).tiny)
         return scale if self.scale is None else self.scale.nearest(scale / whole) * whole
 
+    def saturated(self, x: torch.Tensor) -> float:
+        """Share of x that lies beyond what its scale can hold, and is cut there.
+
+        None does where scales are float32; a stored scale may be rounded down, and MX scales are.
+
+        >>> from lossless_lab.number_formats import number_format
+        >>> number_format("mxfp4").saturated(torch.tensor([[7.0] + [1.0] * 31]))   # up to 6
+        0.03125
+        """
+        width = {"channel": x.shape[-1], "tensor": x.numel()}.get(self.group, self.group)
+        blocks = x.float().reshape(-1, width)
+        limit = self.scales(blocks) * self.grid.max * (1 + 1e-6)
+        return math.nan if self.zero_point else float((blocks.abs() > limit).float().mean())
+
     def _asymmetric(self, blocks: torch.Tensor) -> torch.Tensor:
         """(code − zero) · scale, code = round(x / scale) + zero; the range always holds zero."""
         top = 2**self.grid.bits - 1
@@ -138,6 +152,10 @@ class GgufFormat:
     def resolution(self) -> float:
         """Distance of neighbouring values, about, relative to the largest."""
         return 2.0 ** (1 - self.bits)
+
+    def saturated(self, x: torch.Tensor) -> float:
+        """Not known of llama.cpp's blocks."""
+        return math.nan
 
     @property
     def _type(self):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -81,13 +82,17 @@ def linears(network: nn.Module, *, skip: Sequence[str] = HEAD) -> Iterator[tuple
             yield name, module
 
 
-def mean_bits(
-    network: nn.Module, fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD
+def mean_over_weights(
+    network: nn.Module,
+    fmt: str | Format | GgufFormat,
+    figure: Callable[[Any, torch.Tensor], float] = lambda f, w: f.bits_per_weight(w.shape),
+    *,
+    skip: Sequence[str] = HEAD,
 ) -> float:
-    """Bits for one weight of the linear layers in `fmt`, scales included, mean over all weights."""
+    """Bits for one weight of the linear layers in `fmt`, or another figure; mean over weights."""
     fmt, weights = number_format(fmt), [weight for _, weight in matrices(network, skip=skip)]
-    bits = sum(fmt.fitted(w.shape[1]).bits_per_weight(w.shape) * w.numel() for w in weights)
-    return bits / sum(w.numel() for w in weights)
+    total = sum(figure(fmt.fitted(w.shape[1]), w) * w.numel() for w in weights)
+    return total / sum(w.numel() for w in weights)
 
 
 def already_on_grid(
@@ -152,7 +157,7 @@ def _seen(seen: Observation, fmt: Format | GgufFormat, skip: Sequence[str]) -> s
         return ""
     n = sum(found[name].numel() for name in on_grid)
     others = Counter(f.name for m in on_grid if (f := fmt.fitted(found[m].shape[1])) != fmt)
-    bits = mean_bits(seen.network, fmt, skip=skip)
+    bits = mean_over_weights(seen.network, fmt, skip=skip)
     total = sum(p.numel() for p in seen.network.parameters())
     said = [
         f"{len(on_grid)} of {len(found)} matrices on the {fmt.name} grid",

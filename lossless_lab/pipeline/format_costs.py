@@ -14,7 +14,7 @@ from lossless_lab.numerical.capture import forward, model_inputs
 from lossless_lab.numerical.weights import weight_errors
 from lossless_lab.optimizations import Optimization, find
 from lossless_lab.optimizations.kv_compression import ThroughCache
-from lossless_lab.optimizations.quantization import matrices, mean_bits, quantized
+from lossless_lab.optimizations.quantization import matrices, mean_over_weights, quantized
 from lossless_lab.pipeline.corpus import compare_on
 from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.one_position import distribution
@@ -111,16 +111,20 @@ class FormatCosts:
         return pd.DataFrame(rows)
 
     def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
-        """`table` of formats with their bits per weight, what the weights lost, and how many
-        matrices lay on the format's grid before, whose cost is not seen."""
+        """`table` of formats with their bits per weight, what the weights lost, the share of them
+        that saturates, and how many matrices lay on that grid before, whose cost is not seen."""
         found = self.table(formats or self.formats)
         weights = [self.weights(fmt) for fmt in found["format"]]
         changed = [frame.loc[frame["relative_rms"] > 0, "sqnr_db"] for frame in weights]
         before = [len(self.network(fmt).on_grid_before[fmt]) for fmt in found["format"]]
-        bits = [mean_bits(self.model.network, fmt) for fmt in found["format"]]
+        plain = self.model.network
+        bits = [mean_over_weights(plain, fmt) for fmt in found["format"]]
+        cut = [
+            mean_over_weights(plain, fmt, lambda f, w: f.saturated(w)) for fmt in found["format"]
+        ]
         found.insert(1, "bits_per_weight", bits)
         sqnr = [float(each.mean()) for each in changed]
-        return found.assign(weights_sqnr_db=sqnr, on_grid_before=before)
+        return found.assign(weights_sqnr_db=sqnr, saturated=cut, on_grid_before=before)
 
     def sensitivity(self, fmt: str, *, n_documents: int = 24) -> pd.DataFrame:
         """Mean KL of one matrix quantised alone, and KL saved by restoring it alone.
