@@ -395,7 +395,7 @@ def test_refusals_name_what_is_wrong():
 
 
 def test_values_beyond_a_stored_scale_are_counted(normal):
-    """By what rounding makes of them: the largest of a group comes back smaller by over half a step.
+    """By what rounding makes of them: all beyond the last value of a group come back as that one.
 
     Scales in float32 saturate nothing; MX scales are powers of two, at times too small.
     """
