@@ -77,7 +77,11 @@ def worst_tokens(
     measure: str = MEASURES[0],
     n_before: int = 12,
 ) -> pd.DataFrame:
-    """The n tokens with the largest measure: where, after what, and what either side expected."""
+    """The n tokens with the largest measure: where, after what, and what either side expected.
+
+    Of a frame of each document's worst row alone, `frame.loc[frame.groupby("document")[measure]
+    .idxmax()]`, it lists the worst documents; their means are in `divergences.by_prompt`.
+    """
     tokens, _ = read_tokens(reference, reference, documents)
     decode = reference.tokenizer.decode
     worst = frame.nlargest(n, measure)
@@ -89,19 +93,6 @@ def worst_tokens(
         "candidate_top": [decode([i]) for i in worst["candidate_top_id"]],
     }
     return worst[["document", "position", measure]].assign(**texts).reset_index(drop=True)
-
-
-def worst_documents(
-    frame: pd.DataFrame, *, n: int = 10, measure: str = MEASURES[0]
-) -> pd.DataFrame:
-    """The n documents with the largest mean: how many tokens, the mean, the largest, flips."""
-    table = frame.assign(flips=~frame["top1_agree"]).groupby("document", sort=False)
-    columns = {
-        "n_tokens": (measure, "size"),
-        "mean": (measure, "mean"),
-        "largest": (measure, "max"),
-    }
-    return table.agg(**columns, flips=("flips", "mean")).nlargest(n, "mean").reset_index()
 
 
 @torch.inference_mode()

@@ -168,7 +168,7 @@ def divergences(
 
 
 def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
-    """Mean and largest of each distance by prompt; a NaN or inf position is never averaged away.
+    """Mean and largest of each distance by prompt or document; no NaN or inf is averaged away.
 
     Examples
     --------
@@ -177,8 +177,9 @@ def by_prompt(frame: pd.DataFrame) -> pd.DataFrame:
     [['a', 2, 0.0]]
     """
     rows = []
-    for prompt_id, part in frame.groupby("prompt_id", sort=False):
-        row: dict[str, Any] = {"prompt_id": prompt_id, "n_positions": len(part)}
+    by = "document" if "document" in frame else "prompt_id"
+    for prompt_id, part in frame.groupby(by, sort=False):
+        row: dict[str, Any] = {by: prompt_id, "n_positions": len(part)}
         for measure in MEASURES:
             values = part[measure].to_numpy(np.float64)
             row |= {f"mean_{measure}": np.mean(values), f"max_{measure}": np.max(values)}
