@@ -20,18 +20,17 @@ DOSES = (1.0, 0.1, 0.01)
 
 
 def shifted_zero(x: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The zero point is one code off."""
+    """Packing and unpacking disagree by one about the zero point (AutoGPTQ's qzeros)."""
     return rounded + scale
 
 
 def clipped(x: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The last step of the grid, on the side of the largest value, is never used."""
-    top = rounded.amax(1, keepdim=True)
-    return torch.minimum(rounded, top - scale)
+    """Codes are clamped one step before the end of the grid, on the side of the largest value."""
+    return torch.minimum(rounded, rounded.amax(1, keepdim=True) - scale)
 
 
 def fp8_scale(x: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scales are saved in fp8 (e4m3, the largest at 448) and codes were made with the others."""
+    """Scales are saved in fp8 (e4m3, the largest at 448), and codes were made with the others."""
     unit = scale.max() / 448
     saved = (scale / unit).to(torch.float8_e4m3fn).float() * unit
     return rounded * saved / scale.where(scale > 0, 1.0)
@@ -44,6 +43,14 @@ def boundary(x: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor) -> tor
     return stored
 
 
+_FAULTS: dict[str, Fault] = {
+    "zero-off-by-one": shifted_zero,
+    "fp8-scale": fp8_scale,
+    "group-boundary": boundary,
+    "clipped-step": clipped,
+}
+
+
 def quantization_mutants(fmt: Any) -> dict[str, Mutant]:
     """Broken ways to round all linear layers but the head to `fmt`; a dose is a share of groups.
 
@@ -51,24 +58,14 @@ def quantization_mutants(fmt: Any) -> dict[str, Mutant]:
     ----------
     fmt : integer format of number_formats, such as number_format("int4-group32-asym").
     """
-    rows: list[tuple[str, Callable[[nn.Module, float], int], str]] = [
-        ("wrong-axis", partial(_wrong_axis, fmt=fmt),
-         "Scales are shared down a column of weights, not along a row."),
-        ("zero-off-by-one", partial(_in_groups, fmt=fmt, fault=shifted_zero),
-         "Packing and unpacking disagree by one about the zero point (AutoGPTQ's qzeros)."),
-        ("fp8-scale", partial(_in_groups, fmt=fmt, fault=fp8_scale),
-         "Scales are saved in fp8 where the format keeps 16 bits."),
-        ("group-boundary", partial(_in_groups, fmt=fmt, fault=boundary),
-         "An index is off by one where a group ends."),
-        ("clipped-step", partial(_in_groups, fmt=fmt, fault=clipped),
-         "Codes are clamped one step before the end of the grid."),
-    ]  # fmt: skip
+    edits = {name: partial(_in_groups, fmt=fmt, fault=fault) for name, fault in _FAULTS.items()}
+    edits = {"wrong-axis": partial(_wrong_axis, fmt=fmt), **edits}
+    said = {"wrong-axis": _wrong_axis, **_FAULTS}
     return {
-        name: Mutant(
-            name=name, kind="global", doses=DOSES, unit="share of groups", imitates=said, edit=edit
-        )
-        for name, edit, said in rows
-    }
+        name: Mutant(name=name, kind="global", doses=DOSES, unit="share of groups", edit=edit,
+                     imitates=said[name].__doc__)
+        for name, edit in edits.items()
+    }  # fmt: skip
 
 
 def unpruned(prune: Callable[[nn.Module], None]) -> Mutant:
@@ -128,6 +125,7 @@ def _in_groups(network: nn.Module, dose: float, *, fmt: Any, fault: Fault) -> in
 
 
 def _wrong_axis(network: nn.Module, dose: float, *, fmt: Any) -> int:
+    """Scales are shared down a column of weights, not along a row."""
     n_broken = 0
     for name, module in _linears(network):
         weight = module.weight.detach().float()
