@@ -132,7 +132,7 @@ def test_drift_is_that_of_compare_layers_and_tensors_those_of_hooks(inspection, 
 
 def test_the_panel_says_what_the_function_says_and_follows_the_layer(inspection):
     panel = panels.layer_difference(inspection)
-    assert panel.error is None and "equal, bit by bit" in panel.text
+    assert panel.error is None and panel.text.startswith("Layer 0, residual: equal, bit by bit")
     panel.controls["candidate"].value = "broken"
     panel.controls["layer"].value = 2
     panel.controls["module"].value = "attention"
@@ -148,6 +148,12 @@ def test_the_panel_says_what_the_function_says_and_follows_the_layer(inspection)
     assert len(pictures) == 3 and "nearer the truth" in panel.text
     panel.controls["layer"].value = 4  # only the last norm and the logits are there
     assert panel.state["module"] in ("norm final", "logits") and panel.error is None
+
+
+def test_the_panel_opens_where_the_drift_leaves_the_noise(half, inspection):
+    broken = {"broken": inspection.candidates["broken"]}
+    panel = panels.layer_difference(Inspection(half, broken, dict(inspection.rows), n_twins=2))
+    assert (panel.state["layer"], panel.state["module"]) == (2, "attention")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Call history: stale buffers, kept state and overwritten outputs are seen."""
 
+import copy
+
 import pytest
 import torch
+from conftest import PROMPT_S
 
-from lossless_lab.numerical.history import call_history
+from lossless_lab.numerical.history import call_history, prefix_reuse
 
 A, B, C = torch.zeros(1, 3), torch.ones(1, 3), torch.full((1, 2), 5.0)
 
@@ -81,3 +84,29 @@ def test_equal_inputs_outputs_that_are_no_tensor_and_signs_of_zero():
         call_history(lambda x: (x,), [A, B])
     minus = iter([1.0, 1.0] + [-1.0] * 20)
     assert not call_history(lambda x: x.abs() * 0 * next(minus), [A, B]).independent
+
+
+def test_a_cache_handed_on_is_extended_in_place_and_copies_are_not_b14(t0):
+    """Against `generate` of the whole text: what a warm copy answers is what a cold run does."""
+    prefix, suffixes = PROMPT_S, [[20, 21], [20, 21], [33, 41, 50]]
+    found = prefix_reuse(t0, prefix, suffixes).set_index("handed")
+    copies, same = found.loc["a copy"], found.loc["the same object"]
+    assert copies["cached_tokens"].tolist() == [4, 4, 4]
+    assert copies["max_abs_difference"].max() < 1e-4
+    assert same["cached_tokens"].tolist() == [4, 6, 8], "grown by each suffix before"
+    assert same["max_abs_difference"].iloc[0] < 1e-4 < 0.1 < same["max_abs_difference"].iloc[1]
+
+
+def test_a_cache_object_passed_to_generate_twice_answers_another_question_b14(t0):
+    """The reported case: the first answer is right, the cache grows, the second call fails."""
+    ids = torch.tensor([[*PROMPT_S, 20, 21]])
+    plain = t0.generate(ids, max_new_tokens=9, do_sample=False)
+    with torch.no_grad():
+        cache = t0(ids[:, :4], use_cache=True)["cache"]
+    options = {"max_new_tokens": 9, "do_sample": False}
+    warm = t0.generate(ids, cache=copy.deepcopy(cache), **options)
+    assert torch.equal(warm, plain) and cache.get_seq_length() == 4
+    assert torch.equal(t0.generate(ids, cache=cache, **options), plain)
+    assert cache.get_seq_length() == 14  # prompt and all new tokens but the last
+    with pytest.raises(RuntimeError):  # a reshape error in this version of transformers
+        t0.generate(ids, cache=cache, **options)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pandas as pd
 import torch
 
 from ..results import Result
@@ -38,6 +41,41 @@ class History(Result):
         parts = [f"input {i} moved by {d:.3g} after input {j}" for i, j, d in self.changed[:1]]
         parts += [f"output of input {i} was overwritten later" for i in self.overwritten[:1]]
         return f"{self.n_calls} calls: outputs depend on call history: {'; '.join(parts)}"
+
+
+@torch.no_grad()
+def prefix_reuse(
+    network: Any, prefix: Sequence[int], suffixes: Sequence[Sequence[int]]
+) -> pd.DataFrame:
+    """Continuations of one prefix from a warm cache, against cold passes over all of each text.
+
+    One object is handed on from call to call as it is, and a copy of it is made for each: a cache
+    is extended in place, so that only copies start each time where the prefix ends.
+
+    Parameters
+    ----------
+    network : decoder-only Hugging Face model, or result of `load`.
+    prefix : token ids that all texts begin with.
+    suffixes : token ids of each continuation, in the order of the calls.
+
+    Returns
+    -------
+    DataFrame
+        call, handed ("a copy" or "the same object"), cached_tokens (that the cache held before the
+        call; more than the prefix is the fault) and max_abs_difference (of the logits of the suffix
+        against the cold pass: a copy differs by rounding alone).
+    """
+    network, n = getattr(network, "network", network), len(prefix)
+    kept, rows = network(torch.tensor([[*prefix]]), use_cache=True)["cache"], []
+    for handed in ("a copy", "the same object"):
+        for call, suffix in enumerate(suffixes):
+            cold = network(torch.tensor([[*prefix, *suffix]]), use_cache=False).logits[:, n:]
+            cache = copy.deepcopy(kept) if handed == "a copy" else kept
+            held = int(cache.get_seq_length())
+            warm = network(torch.tensor([[*suffix]]), cache=cache, use_cache=True).logits
+            moved = float((warm.double() - cold.double()).abs().max())
+            rows.append((call, handed, held, moved))
+    return pd.DataFrame(rows, columns=["call", "handed", "cached_tokens", "max_abs_difference"])
 
 
 def call_history(

@@ -99,7 +99,8 @@ def compare_layers(
     ----------
     reference, candidate : decoder-only Hugging Face models in eval mode, or results of `load`
     input_ids : [batch_size, seq_len] token ids
-    attention_mask : [batch_size, seq_len], 1 where a token counts
+    attention_mask : [batch_size, seq_len], 1 where a token counts. Recurrent models (RWKV,
+        RecurrentGemma) read left pads as text whatever it says: give them rows without.
     layer_map : candidate block -> reference block, both from 1, rising; for dropped layers.
     modules : compare the outputs of attention, MLP and norms too, as the modules return them (some
         architectures, such as BLOOM, add the residual stream inside).

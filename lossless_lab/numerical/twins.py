@@ -179,6 +179,10 @@ def distance_in_float64(
     return float(torch.stack(largest).max())
 
 
+def _hooks(module: nn.Module) -> list[Callable]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def _heads(network: nn.Module) -> tuple[int, int, int]:
     config = network.config.get_text_config(decoder=True)
     n_heads = config.num_attention_heads
@@ -198,6 +202,11 @@ def _rewritten(network: nn.Module, change: Change) -> nn.Module:
         tables = [n for n, x in module.named_buffers(recurse=False) if x.ndim > 1]
         if "forward" in vars(module):
             raise ValueError(f"`model` must not be patched; `{name}` carries a forward of its own")
+        if any(not hook.__module__.startswith("transformers.") for hook in _hooks(module)):
+            raise ValueError(
+                f"`model` must have no forward hooks; `{name or type(network).__name__}` has one, "
+                "which does not know the new order of the units"
+            )
         if tables and module.get_buffer(tables[0]).dtype != torch.bool:
             raise ValueError(
                 f"`model` must keep its weights in parameters; `{name}` has a buffer "

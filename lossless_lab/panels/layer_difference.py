@@ -39,6 +39,8 @@ class Layers(Protocol):
 def layer_difference(source: Layers) -> Panel:
     """Panel that chooses candidate (dtype or compilation), prompt, layer and module.
 
+    It opens where the drift of the first candidate leaves the noise, if it does.
+
     Raises
     ------
     ValueError
@@ -46,14 +48,18 @@ def layer_difference(source: Layers) -> Panel:
     """
     if not source.candidates:
         raise ValueError("`source` must have at least one candidate; it has none")
+    places = next(iter(source.candidates)), next(iter(source.rows))
+    layer, module = source.first_above(*places) or (0, "residual")
     wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
     controls = {
         "candidate": ipywidgets.Dropdown(
             options=list(source.candidates), description="candidate", **wide
         ),
         "prompt": ipywidgets.Dropdown(options=list(source.rows), description="prompt", **wide),
-        "layer": ipywidgets.IntSlider(max=0, description="layer", continuous_update=False, **wide),
-        "module": ipywidgets.Dropdown(description="module", **wide),
+        "layer": ipywidgets.IntSlider(
+            value=layer, max=layer, description="layer", continuous_update=False, **wide
+        ),
+        "module": ipywidgets.Dropdown(options=[module], description="module", **wide),
     }
     return Panel(
         controls=controls,

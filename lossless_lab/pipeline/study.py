@@ -17,6 +17,7 @@ from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.noise import NoiseFloor
+from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.optimizations.entry import VACUOUS
 from lossless_lab.pipeline import answers, triage
 from lossless_lab.pipeline.asked import decoding_for, distinct, prompts_for, require_memory
@@ -166,6 +167,8 @@ class Study:
         if same := triage.one_and_the_same(self.reference, candidate, rows):
             return uniform("VACUOUS", same, witness="none", **common)
         before = triage.state(self.reference)
+        if candidate.network is not None and compiled_parts(candidate.network):
+            torch._dynamo.reset()  # else it may run what another backend made of the same code
         progress("witness")
         witness = triage.witness(candidate, self.asked, decoding)
         if witness == "" or witness.startswith(VACUOUS):

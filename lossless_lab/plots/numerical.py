@@ -38,7 +38,12 @@ def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 @chart("side", "rms")
-def error_triangle(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def error_triangle(
+    frame: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    names: tuple[str, str] = ("reference", "candidate"),
+) -> Axes:
     """Reference, candidate and float64 as a triangle whose sides are RMS distances, to scale.
 
     The RMS over the same logits is a Euclidean distance, so three of them fit in a plane.
@@ -47,6 +52,7 @@ def error_triangle(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ----------
     frame : rows "reference–float64", "candidate–float64", "reference–candidate" in `side`, with
         `rms` in logits.
+    names : what the corners of reference and candidate are called.
     """
     sides = frame.set_index("side")["rms"].astype(float)
     a, b = sides["reference–float64"], sides["candidate–float64"]
@@ -66,10 +72,15 @@ def error_triangle(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for name, (px, py) in corners.items():
         look = {"marker": "o", "linestyle": "", "color": colours[name]}
         line(ax, name, [px], [py], **look)
-        below = name != "float64"
+        below, said = name != "float64", dict(zip(("reference", "candidate"), names, strict=True))
         shift = (0, -12) if below else (0, 7)
         ax.annotate(
-            name, (px, py), shift, textcoords="offset points", ha="center", fontsize="small"
+            said.get(name, name),
+            (px, py),
+            shift,
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
         )
     pairs = (
         ("reference", "float64", a),

@@ -158,9 +158,8 @@ drift.frame[["stage", "graphs", "graph_breaks", "recompilations", "compile_s", "
 
 # %% [markdown]
 # The RMS over logits is a Euclidean distance, so eager, compiled and float64 form a triangle that
-# can be drawn to scale. **Read back.** The side from *reference* (eager) to *candidate* (compiled)
-# is no shorter than the errors themselves: the two programs round differently, and each is an error
-# away from the truth.
+# can be drawn to scale. **Read back.** The side from eager to compiled is no shorter than the errors
+# themselves: the two programs round differently, and each is an error away from the truth.
 
 # %%
 row = drift.frame.set_index("stage").loc["inductor"]
@@ -179,9 +178,10 @@ triangle = pd.DataFrame(
 )
 
 # %%
-ax = plots.error_triangle(triangle, ax=plots.axes())
+ax = plots.error_triangle(triangle, ax=plots.axes(), names=("eager", "compiled"))
 print(figures.save(ax.figure, "03_triangle", triangle, stamp))
-triangle.set_index("side")
+words = {"reference": "eager", "candidate": "compiled"}
+triangle.replace({"side": words}, regex=True).set_index("side")
 
 # %% [markdown]
 # ## How much does eager code differ from itself?
@@ -226,8 +226,12 @@ sizes
 # **Read back.** The floor's unit is the larger of two numbers: the largest twin, and one rounding
 # step of the largest logit. A multiple of at most 1 cannot be told from the noise of eager code
 # itself. Compiled code and another attention kernel move the logits nearly twice as far as twins
-# do: they round at other places. And lying under a floor would not make a change harmless: a small
-# bias can hide there, which is what the next sections look for.
+# do. They do not only add in another order, they round at other places: sums split in three but
+# rounded as before lie as far away as twins, and an attention in float32 that does nothing but
+# round its scores to bf16 lies as far away as the eager kernel (`data/calibration/twins.csv`).
+# In a deeper model such as SmolLM2 every difference spreads and all of these look alike. And lying
+# under a floor would not make a change harmless: a small bias can hide there, which is what the
+# next sections look for.
 #
 # ## Where does it start?
 #
@@ -251,11 +255,11 @@ print(inspection.refereed("compile-mlp"))
 
 # %%
 ax = plots.axes(preset="double")
-for name, subject, dashes in (("reference", network, "-"), ("candidate", by_mlp, "--")):
+for name, subject, dashes in (("eager", network, "-"), ("compiled MLPs", by_mlp, "--")):
     to_truth = numerical.layers.compare_layers(truth_network, subject, ids).frame
     plots.layer_drift(to_truth, ax=ax, label=f"{name} to float64", linestyle=dashes)
 apart = layers[layers["module"].isin(["residual", "logits"])]
-plots.layer_drift(apart, ax=ax, label="candidate to reference")
+plots.layer_drift(apart, ax=ax, label="compiled MLPs to eager")
 print(figures.save(ax.figure, "03_layers", layers, stamp, preset="double"))
 
 # %% [markdown]
@@ -385,7 +389,9 @@ print(
 # %% [markdown]
 # **Read back.** A greedy divergence of two correct bf16 programs is a matter of time. A report
 # "the output differs" needs the margin at that token, and the noise of the margin, before it is a
-# report of a fault. The control is always the same run in float32.
+# report of a fault. The control is always the same run in float32. `check` says all of this in the
+# cause of its verdict: margin, noise and flip probability of the first divergences, how many prompts
+# noise alone makes differ beside how many do, and whether they still differ in float32.
 #
 # ## Does it catch faults?
 #

@@ -42,10 +42,13 @@ def settle(notebook):
 
 def test_layer_and_candidate_say_where_the_drift_starts_and_who_is_nearer(opened, tmp_path):
     first = settle(opened)
-    assert "Layer 0, residual: equal, bit by bit" in first
+    assert "Layer 2, attention: relative RMS" in first, "it opens where the drift starts"
     assert "at layer 2 (attention) leaves the noise band" in first
     slider = opened.slider(0, 0)
     slider.focus()
+    slider.press("ArrowLeft")
+    slider.press("ArrowLeft")
+    assert "Layer 0, residual: equal, bit by bit" in settle(opened)
     slider.press("ArrowRight")
     slider.press("ArrowRight")
     moved = settle(opened)
