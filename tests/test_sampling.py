@@ -15,8 +15,10 @@ from lossless_lab.engines.speculative import (
     processed_logits,
     speculative_rounds,
 )
+from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS
 from lossless_lab.pipeline.sampling import JointLaw, draw, next_tokens_law
 from lossless_lab.statistical.sampler_verdict import judge_sampler
+from lossless_lab.statistical.speculative import STANDARD, emitted, processed
 
 SETTINGS = [
     {},
@@ -203,3 +205,22 @@ def test_the_frame_and_line_of_a_law():
     assert list(law.to_frame()) == ["token_1", "token_2", "probability"]
     assert str(law) == "2 continuations of 2 tokens, likeliest 0.75"
     assert law.first().probs.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("named", "drawn", "judged"),
+    [("standard", "processed", "processed"), ("raw-for-processed", "processed", "raw"),
+     ("greedy-judged-soft", "greedy", "processed")],
+)  # fmt: skip
+def test_the_installed_step_and_our_rules_give_one_law(t0, draft, laws, named, drawn, judged):
+    """Two integrations that share no code: transformers' function, and a rule that mirrors it."""
+    raw = [processed_logits(network, PROMPT_S)(())[0] for network in (t0, draft)]
+    target, own = (logits(())[0] for logits in laws)
+    at = processed(*raw, temperature=1.2, top_k=6)
+    rule = STANDARD if named == "standard" else SPECULATIVE_MUTANTS[named].build(1.0)
+    greedy = torch.eye(97, dtype=torch.float64)[own.argmax()]
+    shares = greedy if drawn == "greedy" else own.double().softmax(-1)
+    found = exact_output_law(target, raw[1] if judged == "raw" else own, shares).numpy()
+    assert np.abs(found - sum(emitted(at, rule))).max() < 1e-6
+    moved = np.abs(found - at.target_probs).sum() / 2
+    assert moved < 1e-6 if named == "standard" else moved > 0.01
