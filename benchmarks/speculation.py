@@ -281,7 +281,7 @@ def speeds(pair: str, n_prompts: int, n_tokens: int, n_drafts=(1, 2, 3, 5, 8)) -
         target = load("smollm2")
         dropped = range(int(pair.split()[-2]) + 1, target.network.config.num_hidden_layers + 1)
         draft = pruning.drop_layers(*dropped).transform(target.network)[0]
-    rows = [p.ids for p in prompts.tokenize(prompts.read()[:n_prompts], target)]
+    rows = [p.ids[:64] for p in prompts.tokenize(prompts.read()[:n_prompts], target)]
     wanted = decoding({"temperature": 1.0}, n_tokens, 1)
     plain = TransformersEngine(target, batch_size=8)
     texts = [
