@@ -13,6 +13,7 @@ from scipy import stats
 
 from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS, named, target_law
 from lossless_lab.statistical.acceptance_integral import accepted
+from lossless_lab.statistical.sampler_laws import penalised
 from lossless_lab.statistical.speculative import (
     RULES,
     STANDARD,
@@ -232,6 +233,23 @@ def test_the_standard_rule_keeps_any_law(p, q):
     assert output_law(p, q) == pytest.approx(p, abs=1e-15)
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}], ids=str)
+def test_two_tokens_of_the_tiny_pair_over_its_whole_vocabulary(settings, tiny_target, tiny_draft):
+    """512 x 512 outcomes, every second law by a forward of its own."""
+    prompt = tiny_target.tokenizer("def mean(values):\n    return ")["input_ids"]
+    after = torch.tensor([[*prompt, token] for token in range(512)])
+    with torch.no_grad():
+        logits = [model.network(after).logits[:, -2:] for model in (tiny_target, tiny_draft)]
+    positions = [processed(*(x[0, 0] for x in logits), **settings)]
+    positions.append(processed(*(x[:, 1] for x in logits), **settings))
+    right = target_law(positions)
+    for gamma in (1, 2, 3):
+        law = joint_law(positions, gamma=gamma)
+        assert law.shape == (512, 512) and np.abs(law - right).max() <= 1e-15
+    wrong = joint_law(positions, gamma=2, rule=SPECULATIVE_MUTANTS["one-uniform"].build(1.0))
+    assert np.abs(wrong - right).sum() / 2 > 0.01
+
+
 FILTERS = [
     {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
     for t, k, p, m in itertools.product((0.6, 1.0, 1.5), (0, 50), (1.0, 0.9), (0.0, 0.05))
@@ -255,9 +273,10 @@ def test_real_laws_are_kept_under_every_filter(smollm2, request):
         finally:
             network.model.layers = layers
     assert target.shape[-1] == 49_152
-    worst = 0.0
-    for filters, draft in itertools.product(FILTERS, (early, late)):
-        at = processed(target, draft, **filters)
+    worst, seen = 0.0, ids[0].tolist()
+    for filters, draft, penalty in itertools.product(FILTERS, (early, late), (1.0, 1.3)):
+        sides = (penalised(side, seen[:-12], seen[-12:], penalty) for side in (target, draft))
+        at = processed(*sides, **filters)
         law = sum(emitted(at))
         worst = max(worst, float(np.abs(law - at.target_probs).max()))
         tv = np.abs(at.target_probs - at.draft_probs).sum(-1) / 2
