@@ -376,9 +376,10 @@ pd.DataFrame(wrong)
 #
 # ## Outlier channels and attention sinks
 #
-# Why does one scale for everything go wrong? Some channels are larger than the rest (here up to twice;
-# in large models many times), and the first token, which says little, draws more attention than an
-# even share in most layers: a *sink*.
+# Why does one scale for everything go wrong? Some channels are larger than the rest, and the first
+# token, which says little, draws more attention than an even share in most layers: a *sink*. Both are
+# mild in this small model. In SmolLM2 the largest channel of the keys is 4 to 8 times the median, and
+# the first token draws half of all attention in the middling layer.
 
 # %%
 eager = models.load(MODEL, attn_implementation="eager").network
@@ -397,8 +398,9 @@ pd.DataFrame({"largest key channel / median": [float(x.max() / x.median()) for x
 # %% [markdown]
 # ## The KV cache
 #
-# Keys have outlier *channels*, values have not. So KIVI gives keys one scale for a channel over 32
-# tokens, and values one for a token. **Prediction.** At the same 4.6 bits, keys by channel err less.
+# The outliers of keys stay in their *channels*, from token to token. So KIVI gives keys one scale for a
+# channel over 32 tokens, and values one for a token. **Prediction.** At the same 4.6 bits, keys by
+# channel err less (in SmolLM2, .045 against .104).
 
 # %%
 fmt = number_formats.number_format("int4-group32-asym")
@@ -519,6 +521,9 @@ after = compare_on(draft, student, **judge)["kl_reference_candidate_nats"].mean(
 print(f"mean KL at two bits: {before:.2g} nats, after {N_STEPS} steps {after:.2g}")
 
 # %% [markdown]
+# **Read back.** A fifth of the cost, learnt from 43 short texts. What it unlearnt elsewhere is not seen
+# here: the documents that judge are of the same kinds.
+#
 # ## Try it
 #
 # Choose a format and a group size, a document and a position, and a layer. Left the ladder with the chosen format
