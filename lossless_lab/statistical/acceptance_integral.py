@@ -43,6 +43,8 @@ def accepted(accept: Accept, target: np.ndarray, draft: np.ndarray):
         odd = np.flatnonzero(wrong)
         guess[odd] = 0
         found = [(np.arange(len(guess)), np.zeros(len(guess)), guess)]
+        if not len(odd):
+            return found[0]
         for part in np.split(odd, range(_SEARCHED, len(odd), _SEARCHED)):
             found.append(_searched(accept, target[part], draft[part], part))
     return tuple(map(np.concatenate, zip(*found, strict=True)))
