@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from lossless_lab import plots
 from lossless_lab.plots import labels
+from lossless_lab.plots.quantization import cost_curves, flips_against_kl
 
 matplotlib.use("agg")
 NO_CJK = "no font with Chinese glyphs on this machine (apt-get install fonts-noto-cjk)"
@@ -382,6 +383,20 @@ def test_the_tail_is_the_share_of_positions_with_at_least_that_kl():
     ax = plots.kl_tail(frame)
     np.testing.assert_allclose(named(ax, "a").get_xdata(), [0.4, 0.3, 0.2, 0.1])
     np.testing.assert_allclose(named(ax, "a").get_ydata(), [0.25, 0.5, 0.75, 1])
+    ax = plots.kl_tail(frame.assign(lost=[0.5, 0.1, 0.2, 0.3]), quantity="lost", label="lost (1)")
+    np.testing.assert_allclose(named(ax, "a").get_xdata(), [0.5, 0.3, 0.2, 0.1])
+    assert ax.get_xlabel() == "lost (1)"
+
+
+def test_flips_stand_in_percent_against_kl_and_curves_get_their_ticks():
+    kl = [0.1, 0.2]
+    frame = pd.DataFrame({"kind": ["en", "zh"], "kl_reference_candidate_nats": kl, "flip": kl})
+    ax = flips_against_kl(frame)
+    assert [named(ax, k).get_ydata().tolist() for k in ("en", "zh")] == [[10.0], [20.0]]
+    frame = pd.DataFrame({"candidate": "a", "n": [1, 3, 43], "kl": [0.1, 0.2, 0.3]})
+    ax = cost_curves(frame, x="n", y="kl", labels=("documents", "KL (nats)"))
+    assert ax.get_xscale() == "log" and ax.get_xlabel() == "documents, log scale"
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "3", "43"]
 
 
 def test_the_map_shows_log10_of_each_matrix():

@@ -83,24 +83,48 @@ def sensitivity_map(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 @chart("candidate", "kl_reference_candidate_nats")
-def kl_tail(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def kl_tail(
+    frame: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    quantity: str = "kl_reference_candidate_nats",
+    label: str = "KL at a position (nats, log scale)",
+) -> Axes:
     """Share of positions whose KL is at least so large, a curve for each candidate, both log.
 
     Parameters
     ----------
     frame : one row per position: candidate, kl_reference_candidate_nats.
+    quantity, label : another column in its place, and its axis.
     """
     for name, rows in frame.groupby("candidate", sort=False):
-        kl = np.sort(rows["kl_reference_candidate_nats"].to_numpy(dtype=float))[::-1]
+        kl = np.sort(rows[quantity].to_numpy(dtype=float))[::-1]
         share = np.arange(1, len(kl) + 1) / len(kl)
         curve = line(ax, str(name), np.maximum(kl, 1e-12), share, drawstyle="steps-post")
         curve.set_label(f"{name} (mean {kl.mean():.2g})")
     ax.set(xscale="log", yscale="log", ylim=(0.5 / len(kl), 1.3))
     ax.relim()
     ax.autoscale_view(scaley=False)
-    ax.set(xlabel="KL at a position (nats, log scale)")
+    ax.set(xlabel=label)
     ax.set_ylabel("share of positions with\nat least that (log scale)")
     legend(ax, loc="lower left", fontsize="x-small")
+    return ax
+
+
+@chart("kind", "kl_reference_candidate_nats", "flip")
+def flips_against_kl(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Share of flipped top tokens against mean KL, a dot for each document, a colour for each kind.
+
+    Parameters
+    ----------
+    frame : one row per document: kind, kl_reference_candidate_nats and flip, both means.
+    """
+    for name, rows in frame.groupby("kind", sort=False):
+        x, y = rows["kl_reference_candidate_nats"], 100 * rows["flip"]
+        line(ax, str(name), x, y, marker="o", markersize=3, linestyle="", label=str(name))
+    ax.set(xscale="log", xlabel="mean KL of a document (nats, log scale)")
+    ax.set_ylabel("top token differs\n(% of its tokens)")
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return ax
 
 
