@@ -39,7 +39,7 @@ from lossless_lab.optimizations.pruning import sparsity
 from lossless_lab.optimizations.quantization import already_on_grid, linears, unlike_rounding
 from lossless_lab.pipeline import FormatCosts, compare_on
 from lossless_lab.pipeline.failures import described, export_failures, worst_tokens
-from lossless_lab.plots.quantization import cost_curves
+from lossless_lab.plots.quantization import cost_curves, flips_against_kl
 from lossless_lab.prompts import read_documents
 from lossless_lab.statistical.slices import concentration, slices
 from lossless_lab.statistical.summary import distance_summary
@@ -169,8 +169,18 @@ columns = ["candidate", "document", "position", "kl_reference_candidate_nats"]
 print(figures.save(ax.figure, "04_tail", every[columns].iloc[::10], stamp))
 
 # %% [markdown]
-# The curve's CSV holds every tenth position, to keep it small.
-#
+# The curve's CSV holds every tenth position, to keep it small. The same for what a reader loses: the
+# probability that the token which really came next had, and has no more.
+
+# %%
+pairs = np.exp(every["reference_logprob"]), np.exp(every["candidate_logprob"])
+every["probability_lost"] = (pairs[0] - pairs[1]).clip(lower=1e-6)
+lost = {"quantity": "probability_lost", "label": "probability lost by the next token (log scale)"}
+ax = plots.kl_tail(every, ax=plots.axes(), **lost)
+kept_columns = [*columns[:3], "probability_lost", columns[3]]
+print(figures.save(ax.figure, "04_lost", every[kept_columns].iloc[::10], stamp))
+
+# %% [markdown]
 # ## On which inputs?
 #
 # The same cost by kind of token: what it is, how frequent, where it stands. Each kind is compared with
@@ -223,7 +233,11 @@ flips = positions.assign(flip=~positions["top1_agree"]).groupby("document")
 per_document = flips[["flip", "kl_reference_candidate_nats"]].mean()
 correlation = per_document.corr("spearman").iloc[0, 1]
 print(f"rank correlation of flips and KL over documents: {correlation:.2f}")
-per_document.groupby(positions.groupby("document")["language"].first()).mean()
+per_document["kind"] = positions.groupby("document")["language"].first()
+
+# %%
+ax = flips_against_kl(per_document, ax=plots.axes())
+print(figures.save(ax.figure, "04_flips", per_document.reset_index(), stamp))
 
 # %% [markdown]
 # **Read back.** The two need not even agree in sign: between languages, the text that is moved most
