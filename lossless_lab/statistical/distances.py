@@ -128,6 +128,8 @@ def _in_float32(
         ln_p, change = (y.gather(-1, tokens[:, None])[:, 0].double() for y in (x, d))
     p_top = p.gather(-1, top)
     rest = p.scatter_(-1, top, 0).sum(-1)  # 1 − p(top), to all its digits
+    x = torch.mul(d, 0.5, out=x).exp_().add_(1)
+    squared = sum_of(p, torch.div(e, x, out=x).square_()).double()  # p ((√q − √p) / √p)²
     both = p.scatter_(-1, top, p_top).mul_(2).add_(w)
     x = torch.mul(e, 0.5, out=x).log1p_().sub_(d, alpha=0.5)  # ln cosh(δ/2)
     x.sub_(_EVEN).clamp_(min=0)
@@ -138,12 +140,12 @@ def _in_float32(
     x.sub_(torch.clamp(x, -_ODD, _ODD, out=z))
     x.add_(torch.mul(d, d, out=z).mul_(d).mul_(1 / 12).clamp_(-_ODD, _ODD))
     asymmetry = sum_of(both, x)
-    e.square_().neg_()
-    x = torch.add(e, 1, out=x).sqrt_().add_(1)
-    squared = sum_of(both, e.div_(x)).abs() / 2
     w.scatter_(-1, top, 0)
     up = torch.clamp(w, min=0, out=z).sum(-1)
-    tv = torch.maximum(up, up - w.sum(-1))
+    moved = w.sum(-1).double()  # to the others; w of the top token has no digits where it is near 1
+    tv = torch.maximum(up, up - moved)
+    h_top = moved / p_top[:, 0] / (torch.exp(d.gather(-1, top)[:, 0].double() / 2) + 1)
+    squared += p_top[:, 0] * h_top**2
     forward, backward = (both_ways - asymmetry) / 2, (both_ways + asymmetry) / 2
     total = p_top[:, 0].double() + rest  # 1 to the few digits that a softmax in float32 has
     ln_total = -torch.log1p(-rest / total)
@@ -151,7 +153,7 @@ def _in_float32(
         v / total for v in (forward, backward, js, tv, squared, p_x, w_x)
     )
     entropy = ln_total - p_x
-    values = (forward, backward, js, tv, squared.clamp(max=1).sqrt(), entropy)
+    values = (forward, backward, js, tv, (squared / 2).clamp(max=1).sqrt(), entropy)
     values = (*values, entropy - w_x - backward, rms, peak)
     found = {n: v.double() for n, v in zip((*MEASURES, *MORE, *LOGITS), values, strict=True)}
     for name, most in zip(MEASURES, (math.inf, math.inf, math.log(2), 1), strict=True):
@@ -159,7 +161,11 @@ def _in_float32(
     if tokens is not None:
         found |= zip(LOGPROBS, (ln_p - ln_total, ln_p - ln_total + change), strict=True)
     slip = offset.abs() * 2**-23  # of δ, from the rounding of b − a
-    sure = (torch.maximum(high, -low) < 40) & (slip * rest <= 5e-5 * tv)
+    sure = (
+        (torch.maximum(high, -low) < 40)
+        & (slip * rest <= 5e-5 * tv)
+        & (slip**2 <= 4e-4 * (js + 2e-13))
+    )
     return found, sure & (slip * tv <= 5e-5 * torch.minimum(forward, backward))
 
 
