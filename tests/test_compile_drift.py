@@ -152,7 +152,7 @@ def test_the_panel_says_what_the_function_says_and_follows_the_layer(inspection)
 
 def test_the_panel_opens_where_the_drift_leaves_the_noise(half, inspection):
     broken = {"broken": inspection.candidates["broken"]}
-    panel = panels.layer_difference(Inspection(half, broken, dict(inspection.rows), n_twins=2))
+    panel = panels.layer_difference(Inspection(half, broken, {"a": IDS[0].tolist()}, n_twins=2))
     assert (panel.state["layer"], panel.state["module"]) == (2, "attention")
 
 

@@ -798,3 +798,13 @@ def test_speeds_are_measured_in_turn(t0):
     for repeats, other in ((0, t0), (1, "nowhere")):
         with pytest.raises((ValueError, KeyError)):
             speed_up(t0, {"x": other}, rows(2), repeats=repeats)
+
+
+@pytest.mark.slow
+def test_a_healthy_compiled_candidate_is_not_judged_by_poisoned_code(t0):
+    """More compilations of one function than Dynamo keeps: then it falls back, or reuses."""
+    for _ in range(10):
+        poisoned = compilation.whole(compilation.zeros).apply(t0).network
+        assert not poisoned(torch.tensor([PROMPT_S])).logits.any()
+    healthy = ask(t0, compilation.whole("aot_eager"), [PROMPT_S], n_variants=0)
+    assert healthy["1b"].estimate == 0 and "compiled code" in healthy.witness
