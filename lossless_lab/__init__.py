@@ -31,6 +31,9 @@ _NAMES = {
     "distribution": "statistical.divergences",
     "kl_divergence": "statistical.divergences",
     "total_variation": "statistical.divergences",
+    "output_law": "statistical.speculative",
+    "tv_upper_bound": "statistical.equivalence",
+    "judge_sampler": "statistical.sampler_verdict",
 }
 _ROOMS = (
     "engines",
