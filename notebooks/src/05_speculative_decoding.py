@@ -460,9 +460,28 @@ for name, verdict in verdicts.items():
 # **Read back.** *At most* is the number that counts. Where it is above the margin the answer is
 # INCONCLUSIVE, and the line says how many draws a perfect sampler would need; the value beside it is
 # what a perfect sampler gets at this n. The rounds with the raw law must be found DIFFERENT, else
-# this instrument would be blind. `python -m benchmarks calibrate speculation` does the same at length, and
-# for prompt lookup, early exit, plain batches and continuous batching.
+# this instrument would be blind.
 #
+# The same at length, from `data/calibration/speculation.csv` (`python -m benchmarks calibrate speculation`
+# makes it again): also prompt lookup, early exit, plain batches, continuous batching, and one drafter
+# that fails.
+
+# %%
+at_length = pd.read_csv(paths.DATA / "calibration" / "speculation.csv")
+jointly = at_length[at_length["tokens"].str.startswith("two jointly")]
+columns = ["road", "filters", "n", "word", "tv_low", "tv_high", "tv_high_if_perfect", "n_needed"]
+jointly[columns].set_index("road")
+
+# %% [markdown]
+# **Read back.** The one row that is DIFFERENT is the assistant of Gemma 4 in transformers 5.24: it drafts
+# the likeliest token even under sampling, and has it judged by its softmax, which is the first fault of the
+# catalogue again (issue 32867). Its draws follow that fault's own exact law (the row below it). By exact
+# law, at 477 places of the tiny pair under top-k 50, as in the issue:
+
+# %%
+pd.read_csv(paths.DATA / "calibration" / "speculation_exact.csv").set_index("generator")
+
+# %% [markdown]
 # ### How fast?
 #
 # Let transformers write texts with the draft's help, and count its passes. Given a text, the chance that
