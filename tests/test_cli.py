@@ -435,6 +435,19 @@ def test_without_items_or_assay_sensitivity_the_gate_does_not_open(there, tmp_pa
     assert "takes two tables" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("old, new", [("0.25", ""), ("1.0", "abc"), ("True", "yes"), ("id,", "x,")])
+def test_a_damaged_table_of_items_is_no_difference(there, tmp_path, capsys, old, new):
+    good = scored(tmp_path / "good.csv", 50, 10)
+    bad = tmp_path / "bad.csv"
+    bad.write_text((tmp_path / "good.csv").read_text("utf-8").replace(old, new, 1), "utf-8")
+    asked = ["check", str(there / "before"), str(there / "again"), "--items", good, str(bad)]
+    assert main(asked) == 3
+    assert "`candidate`" in capsys.readouterr().err
+    (tmp_path / "bad.csv").write_text("", "utf-8")
+    assert main(asked) == 3
+    assert "bad.csv is no table" in capsys.readouterr().err
+
+
 def test_junit_says_what_the_exit_code_says(there, capsys):
     for other, code in (("again", 0), ("batched", 2), ("draft", 1)):
         asked = ["check", str(there / "before"), str(there / other), "--format", "junit"]

@@ -1,6 +1,7 @@
 """Task items: bundled sets, scoring against plain forwards, and what a comparison may conclude."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -244,3 +245,49 @@ def test_the_verdict_takes_its_third_answer_from_the_items(tiny):
     assert worse["3"].word == "DIFFERENT" and worse["1b"] == verdict["1b"]
     blunt = with_task_quality(verdict, compare_tasks(base, base, control=base))
     assert blunt["3"].word == "INCONCLUSIVE" and "could have shown harm" in blunt["3"].not_shown
+
+
+def test_without_a_control_no_candidate_is_cleared_and_harm_is_still_told():
+    rng = np.random.default_rng(9)
+    base = items(rng, 1500, 0.7)
+    same = compare_tasks(base, flipped(base, 20, 20)).frame.iloc[-1]
+    assert (same["word"], "no known-bad control" in same["why"]) == ("INCONCLUSIVE", True)
+    assert compare_tasks(base, flipped(base, 200, 0)).frame.iloc[-1]["word"] == "DIFFERENT"
+
+
+def test_a_control_must_lose_answers_not_only_margin():
+    rng = np.random.default_rng(10)
+    base = items(rng, 1500, 0.7)
+    fainter = base.assign(margin_nats=base["margin_nats"] * (1 - 1e-6))
+    found = compare_tasks(base, base, control=fainter)
+    assert found.table is None and "is not told" in found.frame.iloc[0]["why"]
+
+
+@pytest.mark.parametrize(
+    "column, value, said",
+    [
+        ("right", "maybe", "has right 'maybe'"),
+        ("right", np.nan, "has right nan"),
+        ("right", 0.4, "has right 0.4"),
+        ("margin_nats", "abc", "has margin_nats 'abc'"),
+        ("margin_nats", np.inf, "has margin_nats inf"),
+        ("chance", np.nan, "has chance nan"),
+        ("chance", 1.5, "has chance 1.5"),
+        ("category", np.nan, "has category nan"),
+        ("category", "others", "another category"),
+        ("chance", 0.5, "another chance"),
+    ],
+)
+def test_values_that_are_no_answer_are_refused_by_name(column, value, said):
+    base = items(np.random.default_rng(11), 60, 0.7)
+    broken = base.astype({column: object})
+    broken.loc[3, column] = value
+    with pytest.raises(ValueError, match=f"item 'facts-3' .*{re.escape(said)}"):
+        compare_tasks(base, broken)
+
+
+def test_words_for_true_and_false_are_read_as_such():
+    base = items(np.random.default_rng(12), 400, 0.85)
+    spelt = base.assign(right=base["right"].map(str))
+    wrong = spelt.assign(right="False")
+    assert compare_tasks(spelt, wrong).frame.iloc[-1]["word"] == "DIFFERENT"

@@ -18,7 +18,6 @@ from lossless_lab.semantic.text import similarity
 from lossless_lab.verdict import Verdict
 from lossless_lab.verdict.junit import junit
 
-TYPES = {"id": str, "category": str, "group": str, "right": bool}
 HINT = "; if that is what you test, allow it with --under-test FIELD"
 
 
@@ -66,9 +65,15 @@ def _items(tables: list[Path], margin: float) -> TaskComparison | None:
             "`--items` takes two tables, of reference and candidate, and a third of a control; "
             f"got {len(tables)}"
         )
-    read = [pd.read_csv(path, keep_default_na=False, na_values={"margin_nats": [""]}, dtype=TYPES)
-            for path in tables]  # fmt: skip
+    read = [_table(path) for path in tables]
     return compare_tasks(*read[:2], margin=margin, control=read[2] if read[2:] else None)
+
+
+def _table(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path, dtype=str, keep_default_na=False)
+    except ValueError as error:
+        raise ValueError(f"`--items`: {path} is no table of `answer`: {error}") from None
 
 
 def _printed(verdict: Verdict, form: str, require: str) -> str:

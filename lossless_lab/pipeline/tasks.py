@@ -106,6 +106,7 @@ def with_task_quality(verdict: Verdict, found: TaskComparison) -> Verdict:
         last = found.frame.iloc[-1]
         smallest = smallest_margin(found.table.n, max(found.table.flip_rate, 1 / found.table.n))
         hidden = ["other kinds of items"]
+        hidden += [last["why"]] if last["why"] else []
         hidden += [f"categories without assay sensitivity ({', '.join(blunt)})"] if blunt else []
         answer = Answer(
             level="3",

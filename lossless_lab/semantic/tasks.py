@@ -17,6 +17,8 @@ from .text import words
 
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = "，。！？；：、“”‘’（）《》"
+TRUTH = {"true": True, "false": False, "1": True, "0": False}
+NO_CONTROL = "no known-bad control was given"
 COLUMNS = ("id", "category", "group", "right", "margin_nats", "chance")
 
 
@@ -52,13 +54,13 @@ class TaskComparison(Result):
 
     Parameters
     ----------
-    frame : a row per category and one, "all", of those with assay sensitivity. For each: items
+    frame : a row per category and one, "all", of those that can show harm. For each: items
         and groups (variants of one text count once); both accuracies; items lost and gained with
         McNemar's p, and after Holm's correction; the difference in accuracy with its limits (each
         one-sided at 95 %); the mean change of the right answer's margin in nats with its 95 %
         interval; the word, and why.
     margin : largest loss of accuracy that counts as none, as a share.
-    table : the 2×2 table of "all"; None where no category has assay sensitivity.
+    table : the 2×2 table of "all"; None where no category can show harm.
     worst : ids of items whose margin fell most, worst first.
     """
 
@@ -90,22 +92,23 @@ def compare_tasks(
 ) -> TaskComparison:
     """Is the candidate at most `margin` less accurate than the reference, category by category?
 
-    A category counts only where it could have shown harm: the reference beats chance (95 % lower
-    limit), and a known-bad control loses margin against it (95 % upper limit below 0).
+    A category can clear a candidate only if it could have shown harm: the reference beats chance
+    (95 % lower limit), and a known-bad control is less accurate than it (95 % upper limit below
+    0). Else EQUIVALENT becomes INCONCLUSIVE; harm that was shown stays shown.
 
     Parameters
     ----------
     reference, candidate, control : one row per item: COLUMNS. `margin_nats` is the log-likelihood
-        of the right choice above the best wrong one (NaN for free answers, whose control is told
-        by McNemar's test).
+        of the right choice above the best wrong one (NaN for free answers).
     margin : share of items.
-    control : the same items by a model that is known to be bad (2-bit weights); None leaves the
-        half of assay sensitivity that it shows untested.
+    control : the same items by a model that is known to be bad (2-bit weights); without one no
+        candidate is cleared.
 
     Raises
     ------
     ValueError
-        For repeated items, items that one side lacks, and no items.
+        For repeated items, items that one side lacks or describes otherwise, values that are no
+        answer, margin or chance, and no items.
     """
     sides = {"reference": reference, "candidate": candidate}
     sides |= {} if control is None else {"control": control}
@@ -114,6 +117,10 @@ def compare_tasks(
     for name, side in checked.items():
         if lost := sorted(set(ids) ^ set(side.index)):
             raise ValueError(f"`{name}` must hold the reference's items; not shared: {lost[:3]}")
+        for column in ("category", "group", "chance"):
+            if (other := side.loc[ids, column] != checked["reference"][column]).any():
+                item = other.idxmax()
+                raise ValueError(f"`{name}`: item {item!r} has another {column} than the reference")
     aligned = [side.loc[ids] for side in checked.values()]
     of_category = aligned[0].groupby("category", sort=False).groups
     rows = [
@@ -121,7 +128,8 @@ def compare_tasks(
     ]
     for row, p in zip(rows, holm([row["mcnemar_p"] for row in rows]), strict=True):
         row["holm_p"] = float(p)
-    counted = aligned[0]["category"].isin([row["category"] for row in rows if not row["why"]])
+    able = [row["category"] for row in rows if not row["why"] or NO_CONTROL in row["why"]]
+    counted = aligned[0]["category"].isin(able)
     if counted.any():
         rows.append(_row("all", [side[counted] for side in aligned], margin))
     else:
@@ -141,13 +149,16 @@ def _row(category: str, sides: list[pd.DataFrame], margin: float) -> dict:
     table = _table(reference, candidate)
     low, high = score_interval(table)
     change = _margin_change(reference, candidate)
-    why = ""
+    word, why = non_inferiority(table, margin=margin), NO_CONTROL
     chance = float(_first_of_group(reference)["chance"].mean())
     n_right = table.both + table.only_reference
     if share_interval(n_right, table.n, alternative="greater").low <= chance:
         why = "the reference does not beat chance"
-    elif control and not _is_worse(reference, control[0]):
-        why = "a known-bad control is not told from the reference"
+    elif control:
+        loss = score_interval(_table(reference, control[0])).high
+        why = "" if loss < 0 else "a known-bad control is not told from the reference"
+    if why and word == "EQUIVALENT":
+        word = "INCONCLUSIVE"
     return {
         "category": category,
         "n_items": len(reference),
@@ -162,23 +173,12 @@ def _row(category: str, sides: list[pd.DataFrame], margin: float) -> dict:
         "margin_change_nats": change[0],
         "margin_change_low": change[1],
         "margin_change_high": change[2],
-        "word": "INCONCLUSIVE" if why else non_inferiority(table, margin=margin),
+        "word": word,
         "why": f"no assay sensitivity: {why}" if why else "",
     }
 
 
-def _is_worse(reference: pd.DataFrame, control: pd.DataFrame) -> bool:
-    """By the change in margin, or by McNemar where there is none; one-sided 5 %."""
-    _, _, high = _margin_change(reference, control, alternative="less")
-    if np.isfinite(high):
-        return high < 0
-    table = _table(reference, control)
-    return table.difference < 0 and mcnemar(table) < 0.1
-
-
-def _margin_change(
-    reference: pd.DataFrame, other: pd.DataFrame, *, alternative: str = "two-sided"
-) -> tuple[float, float, float]:
+def _margin_change(reference: pd.DataFrame, other: pd.DataFrame) -> tuple[float, float, float]:
     """Mean change in nats with its limits; NaN for free answers, and limits below 30 groups."""
     change = other["margin_nats"] - reference["margin_nats"]
     if change.isna().any():
@@ -186,8 +186,7 @@ def _margin_change(
     groups = reference["group"]
     if groups.nunique() < MIN_CLUSTERS:
         return float(change.mean()), np.nan, np.nan
-    limits = token_mean_interval(change.to_list(), groups.to_list(), alternative=alternative)
-    return float(change.mean()), *limits
+    return float(change.mean()), *token_mean_interval(change.to_list(), groups.to_list())
 
 
 def _first_of_group(side: pd.DataFrame) -> pd.DataFrame:
@@ -208,7 +207,24 @@ def _checked(side: pd.DataFrame, name: str) -> pd.DataFrame:
         raise ValueError(f"`{name}` must hold at least one item; got none")
     if (repeated := side["id"][side["id"].duplicated()]).any():
         raise ValueError(f"`{name}` holds the item {repeated.iloc[0]!r} more than once")
-    return side.set_index("id")
+    side = side.set_index("id")
+    right = side["right"].map(lambda x: TRUTH.get(str(x).lower()))
+    numbers = {c: pd.to_numeric(side[c], errors="coerce") for c in ("margin_nats", "chance")}
+    faults = {
+        "right": right.isna(),
+        "margin_nats": ~np.isfinite(numbers["margin_nats"]) & ~_blank(side["margin_nats"]),
+        "chance": ~numbers["chance"].between(0, 1, inclusive="left"),
+        **{c: _blank(side[c]) for c in ("category", "group")},
+    }
+    for column, bad in faults.items():
+        if bad.any():
+            item = bad.idxmax()
+            raise ValueError(f"`{name}`: item {item!r} has {column} {side.loc[item, column]!r}")
+    return side.assign(right=right.astype(bool), **numbers)
+
+
+def _blank(values: pd.Series) -> pd.Series:
+    return values.isna() | (values.astype(str).str.strip() == "")
 
 
 def _plain(text: str) -> list[str]:
