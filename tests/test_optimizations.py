@@ -276,3 +276,9 @@ def test_the_witness_of_a_cast_looks_at_what_was_computed(t0):
     made = entry.apply(t0)
     made.network.__class__ = Elsewhere
     assert entry.witness(seen_by(made)) == ""
+
+
+def test_any_number_format_is_an_entry():
+    assert optimizations.find("int2-group32").level == "3"
+    with pytest.raises(KeyError, match="did you mean 'int2-group32'"):
+        optimizations.find("int2-group3")

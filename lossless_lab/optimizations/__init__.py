@@ -6,6 +6,7 @@ An entry is one `Optimization` object in the ENTRIES of its file.
 from __future__ import annotations
 
 from lossless_lab.models.places import nearest
+from lossless_lab.number_formats import FORMATS
 from lossless_lab.optimizations import (
     activations,
     adapters,
@@ -31,7 +32,7 @@ CATALOGUE: dict[str, Optimization] = {e.name: e for room in _ROOMS for e in room
 
 
 def find(name: str) -> Optimization:
-    """The entry called `name`; "batch-N" for any N.
+    """The entry called `name`; "batch-N" for any N, and any format of `number_formats`.
 
     Raises
     ------
@@ -45,8 +46,11 @@ def find(name: str) -> Optimization:
         return CATALOGUE[name]
     if name.startswith("batch-") and name[6:].isdecimal():
         return batch(int(name[6:]))
-    hint = nearest(name, CATALOGUE) or "."
-    raise KeyError(f"no optimisation {name!r}{hint} Known: {', '.join(CATALOGUE)}, batch-N")
+    if name in FORMATS:
+        return quantized(name)
+    hint = nearest(name, {**CATALOGUE, **FORMATS}) or "."
+    known = f"{', '.join(CATALOGUE)}, batch-N, and number formats such as int2-group32"
+    raise KeyError(f"no optimisation {name!r}{hint} Known: {known}")
 
 
 __all__ = ["CATALOGUE", "Candidate", "Optimization", "batch", "cast", "find", "quantized"]
