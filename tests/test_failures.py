@@ -132,6 +132,46 @@ def test_concentration_has_its_size_where_documents_differ_but_kinds_do_not(rng)
     assert by_tokens > ours + 10
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 7.0])
+def test_values_that_are_not_finite_or_tie_at_the_cut_are_failures(rng, bad):
+    """By hand: all of zh fails, half of all tokens, though the worst 5 % were asked for."""
+    frame = table(rng, 40)
+    zh = frame["language"] == "zh"
+    frame[KL] = np.where(zh, bad, np.minimum(frame[KL], 6.0))
+    found = concentration(frame, "language", rng=rng)
+    assert found.frame["language"].tolist() == ["zh", "en"] and found.pvalue < 0.001
+    assert found.frame["failed"].tolist() == [1, 0]
+    said = "at 7 or more: 100" if bad == 7 else "not finite: 100"
+    assert str(found).startswith(said) and "nan" not in str(found)
+
+
+def test_a_few_tokens_that_differ_at_all_are_those_that_failed(rng):
+    frame = table(rng, 40)
+    frame[KL] = (frame["language"] == "zh") * (np.arange(len(frame)) % 50 == 0)
+    found = concentration(frame, "language", rng=rng)
+    assert found.threshold == 1 and found.frame["failed"].iloc[1] == 0
+
+
+@pytest.mark.parametrize("same", [0.0, 0.3, np.nan])
+def test_nothing_is_ranked_where_all_tokens_are_alike(rng, same):
+    with pytest.raises(ValueError, match="nothing to rank"):
+        concentration(table(rng).assign(**{KL: same}), "language", rng=rng)
+
+
+def test_kinds_that_cannot_be_compared_are_named(rng):
+    frame = table(rng)
+    holes = frame.assign(language=frame["language"].where(frame["language"] == "zh"))
+    for search in (slices, lambda *args: concentration(*args, rng=rng)):
+        with pytest.raises(ValueError, match="'language' has none at"):
+            search(holes, "language")
+    alone = frame.assign(language=np.where(frame["document"] == 3, "code", frame["language"]))
+    with pytest.raises(ValueError, match="two documents or more of a kind; code has one"):
+        concentration(alone, "language", rng=rng)
+    for worst in (0, 1, 5):
+        with pytest.raises(ValueError, match=f"`worst` must be between 0 and 1; got {worst}"):
+            concentration(frame, "language", rng=rng, worst=worst)
+
+
 # ---- on the tiny pair --------------------------------------------------------------------------
 
 DOCUMENTS = prompts.read_documents()[::4]
@@ -195,3 +235,26 @@ def test_failed_samples_beside_the_references_output(frame, tiny_target, tiny_dr
                 out.append(token)
             text = tiny_target.tokenizer.decode(line[f"{name}_ids"], skip_special_tokens=True)
             assert text == line[name]
+
+
+def test_pairs_without_a_preference_are_left_out_and_counted(frame, tiny_target, tmp_path, capsys):
+    path = tmp_path / "failed.jsonl"
+    made = failures.export_failures(
+        path, frame, tiny_target, tiny_target, DOCUMENTS, n=3, n_tokens=2
+    )
+    assert len(made) == 0 and path.read_text() == ""
+    assert "3 of 3 left out: both sides go on alike" in capsys.readouterr().out
+
+
+def test_other_documents_and_frames_without_a_value_are_refused(frame, tiny_target, tmp_path):
+    first = frame[frame["document"] == DOCUMENTS[0].id]
+    swapped = [DOCUMENTS[0].model_copy(update={"text": DOCUMENTS[3].text})]
+    for documents in (DOCUMENTS[1:], swapped):
+        with pytest.raises(ValueError, match="`documents` must be those of `frame`; it has token"):
+            failures.worst_tokens(first, tiny_target, documents)
+    holes = first.assign(**{KL: first[KL].where(first["position"] != 5)})
+    assert failures.worst_tokens(holes, tiny_target, DOCUMENTS)["position"][0] == 5
+    with pytest.raises(ValueError, match="no value of kl_reference_candidate_nats besides NaN"):
+        failures.export_failures(
+            tmp_path / "x", first.assign(**{KL: np.nan}), *[tiny_target] * 2, DOCUMENTS
+        )

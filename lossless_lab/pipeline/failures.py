@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def worst_tokens(
     """
     tokens, _ = read_tokens(reference, reference, documents)
     decode = reference.tokenizer.decode
-    worst = frame.nlargest(n, measure)
+    worst = _ranked(frame, measure, tokens).head(n)
     ids = [tokens[row.document][: row.position + 1] for row in worst.itertuples()]
     texts = {
         "context": [decode(one[-n_before:], skip_special_tokens=True) for one in ids],
@@ -93,6 +93,20 @@ def worst_tokens(
         "candidate_top": [decode([i]) for i in worst["candidate_top_id"]],
     }
     return worst[["document", "position", measure]].assign(**texts).reset_index(drop=True)
+
+
+def _ranked(frame: pd.DataFrame, measure: str, tokens: Mapping[str, list[int]]) -> pd.DataFrame:
+    """The rows by falling measure, NaN among the infinite, once they are seen to be of `tokens`."""
+    if frame[measure].isna().all():
+        raise ValueError(f"`frame` has no value of {measure} besides NaN: nothing to rank")
+    for row in frame[["document", "position", "token_id"]].itertuples(index=False):
+        if tokens.get(row.document, ())[row.position + 1 : row.position + 2] != [row.token_id]:
+            raise ValueError(
+                f"`documents` must be those of `frame`; it has token {row.token_id} after position "
+                f"{row.position} of {row.document!r}, which they have not"
+            )
+    order = np.argsort(-frame[measure].fillna(np.inf).to_numpy(np.float64), kind="stable")
+    return frame.iloc[order]
 
 
 @torch.inference_mode()
@@ -111,14 +125,15 @@ def export_failures(
 
     One JSON object a line: prompt (the text up to that token), completion (the reference's greedy
     continuation) and rejected (the candidate's), the names that libraries for fine-tuning expect,
-    each with its ids; document, position and the measure.
+    each with its ids; document, position and the measure. Where both go on alike there is nothing
+    to prefer: that line is left out, and their number is printed.
 
     Returns
     -------
     DataFrame of the same lines
     """
     tokens, _ = read_tokens(reference, reference, documents)
-    worst = frame.loc[frame.groupby("document")[measure].idxmax()].nlargest(n, measure)
+    worst = _ranked(frame, measure, tokens).drop_duplicates("document").head(n)
     rows = []
     for place in worst.itertuples():
         parts = {"prompt": tokens[place.document][: place.position + 1]}
@@ -131,6 +146,8 @@ def export_failures(
                 max_new_tokens=n_tokens, pad_token_id=0,
             )  # fmt: skip
             parts[name] = out[0, given.shape[1] :].tolist()
+        if parts["completion"] == parts["rejected"]:
+            continue
         decode = reference.tokenizer.decode
         row = {name: decode(ids, skip_special_tokens=True) for name, ids in parts.items()}
         row |= {f"{name}_ids": ids for name, ids in parts.items()}
@@ -138,4 +155,6 @@ def export_failures(
         rows.append(row | {measure: float(getattr(place, measure))})
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path(path).write_text(lines, encoding="utf-8")
+    if len(rows) < len(worst):
+        print(f"{len(worst) - len(rows)} of {len(worst)} left out: both sides go on alike")
     return pd.DataFrame(rows)

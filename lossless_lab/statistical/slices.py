@@ -47,7 +47,7 @@ def slices(
     >>> slices(rows, "kind", measure="kl")["difference"].tolist()
     [1.0, -1.0]
     """
-    x, kinds = frame[measure].to_numpy(np.float64), frame[by].to_numpy(object)
+    x, kinds = frame[measure].to_numpy(np.float64), _kinds(frame, by).to_numpy(object)
     documents = np.unique(frame["document"].to_numpy(str), return_inverse=True)[1]
     names = list(dict.fromkeys(kinds))
     rows = []
@@ -62,6 +62,12 @@ def slices(
     tested = found["pvalue"].notna()
     found.loc[tested, "holm_pvalue"] = holm(found.loc[tested, "pvalue"])
     return found.sort_values("mean", ascending=False, ignore_index=True)
+
+
+def _kinds(frame: pd.DataFrame, by: str) -> pd.Series:
+    if n := int(frame[by].isna().sum()):
+        raise ValueError(f"`by` must name a kind at every token; {by!r} has none at {n} of them")
+    return frame[by]
 
 
 def _against_rest(x: np.ndarray, inside: np.ndarray, documents: np.ndarray) -> tuple[float, float]:
@@ -92,7 +98,8 @@ class Concentration(Result):
         One row per kind: n_documents and failed, the mean over documents of the share of tokens
         that are among the worst.
     pvalue : chance of so uneven a spread were the kinds dealt to documents at random.
-    threshold : the measure from which a token counts as failed.
+    threshold : the measure from which a token counts as failed; inf where all of those are not
+        finite.
     """
 
     frame: pd.DataFrame
@@ -106,9 +113,10 @@ class Concentration(Result):
     def __str__(self) -> str:
         kind, _, failed = self.frame.iloc[0]
         other, _, least = self.frame.iloc[-1]
+        where = f"at {self.threshold:.3g} or more" if np.isfinite(self.threshold) else "not finite"
         return (
-            f"beyond {self.threshold:.3g} lie {failed:.1%} of the tokens of {kind}, {least:.1%} of "
-            f"{other}; p = {self.pvalue:.2g} were the kinds dealt to documents at random"
+            f"{where}: {failed:.1%} of the tokens of {kind}, {least:.1%} of {other}; p = "
+            f"{self.pvalue:.2g} for so uneven a spread if kinds were dealt to documents at random"
         )
 
 
@@ -130,12 +138,15 @@ def concentration(
     ----------
     frame, measure : as in `slices`.
     by : column that is the same at all tokens of a document.
-    worst : share of tokens that count as failed.
+    worst : share of tokens that count as failed, in (0, 1)
+        More where tokens tie at the cut, which are all in, or are NaN or infinite, which always
+        fail; less where the cut is the smallest value of all, which never does.
 
     Raises
     ------
     ValueError
-        When `by` changes within a document, or there are not two kinds.
+        When `by` changes within a document, there are not two kinds of two documents, or all
+        tokens have the same value.
 
     Examples
     --------
@@ -145,18 +156,26 @@ def concentration(
     >>> found.frame["failed"].tolist(), found.pvalue < 0.001
     ([1.0, 0.0], True)
     """
-    rank = frame[measure].rank(method="max", ascending=False, na_option="top")
-    failed = rank <= worst * len(frame)  # ties are in or out together
+    if not 0 < worst < 1:
+        raise ValueError(f"`worst` must be between 0 and 1; got {worst}")
+    _kinds(frame, by)
+    x = frame[measure].to_numpy(np.float64)
+    x = np.where(np.isfinite(x), x, np.inf)
+    cut = np.sort(x)[-max(1, int(worst * len(x)))]
+    failed = x >= cut if cut > x.min() else x > cut
+    if not failed.any():
+        raise ValueError(f"`measure` must differ between tokens; all are {cut:g}: nothing to rank")
     table = frame.assign(failed=failed).groupby("document")
     kinds = table[by].nunique()
     if (kinds > 1).any():
-        raise ValueError(
-            f"`by` must be one kind per document; {kinds.idxmax()} has {kinds.max()}"
-        )
+        raise ValueError(f"`by` must be one kind per document; {kinds.idxmax()} has {kinds.max()}")
     shares = table["failed"].mean().groupby(table[by].first())
-    groups = [part.to_numpy() for _, part in shares]
+    groups = {kind: part.to_numpy() for kind, part in shares}
     if len(groups) < 2:
         raise ValueError(f"`by` must have two kinds or more; got {len(groups)}")
+    if alone := [kind for kind, part in groups.items() if len(part) < 2]:
+        raise ValueError(f"`by` must have two documents or more of a kind; {alone[0]} has one")
+    groups = list(groups.values())
     mean = np.concatenate(groups).mean()
 
     def spread(*parts: np.ndarray, axis: int) -> np.ndarray:
@@ -167,5 +186,5 @@ def concentration(
     )
     found = shares.agg(["size", "mean"]).sort_values("mean", ascending=False).reset_index()
     found.columns = [by, "n_documents", "failed"]
-    threshold = float(frame.loc[failed, measure].min())
+    threshold = float(x[failed].min())
     return Concentration(frame=found, pvalue=float(test.pvalue), threshold=threshold)
