@@ -106,6 +106,46 @@ def test_the_published_coverage_and_width():
     ).all()
 
 
+@pytest.mark.parametrize(
+    ("law", "true", "n", "tv"),
+    [(0.0, 0.05, 100, 0.05), (0.01, 0.04, 500, 0.03), (0.5, 0.53, 400, 0.03)],
+)
+def test_the_exact_size_of_different_between_two_tokens(law, true, n, tv):
+    """How often the lower limit passes the true TV, over all counts: at most in 5 %."""
+    k = np.arange(n + 1)
+    low = np.array([tv_upper_bound([n - x, x], [1 - law, law]).low for x in k])
+    assert stats.binom.pmf(k, n, true)[low > tv + 1e-12].sum() <= 0.05
+    assert (np.diff(low[k >= law * n]) >= 0).all()  # monotone in what is too many
+
+
+def test_the_exact_size_of_different_between_two_samples():
+    """Over all pairs of counts of 40 draws each."""
+    n, p, q = 40, 0.2, 0.5
+    k = np.arange(n + 1)
+    low = [[tv_upper_bound_two_samples([n - x, x], [n - y, y]).low for y in k] for x in k]
+    chance = np.outer(stats.binom.pmf(k, n, p), stats.binom.pmf(k, n, q))
+    assert chance[np.array(low) > 0.3 + 1e-12].sum() <= 0.05
+
+
+def test_the_size_of_different_with_few_typical_counts(rng):
+    """Five tokens, four of them rare: sets are chosen by splits of the draws."""
+    law, true = np.array([0.96, *[0.01] * 4]), np.array([0.93, 0.04, *[0.01] * 3])
+    drawn, often = np.unique(rng.multinomial(100, true, 2000), axis=0, return_counts=True)
+    low = np.array([tv_upper_bound(c, law).low for c in drawn])
+    assert often[low > 0.03 + 1e-12].sum() <= 0.05 * 2000
+    assert tv_upper_bound([60, 40, 0, 0, 0], law).low > 0.2
+
+
+def test_one_possible_token_has_the_exact_binomial_limits():
+    """TV is the share of the others."""
+    bound = tv_upper_bound([97, 1, 2], [1, 0, 0])
+    exact = stats.binomtest(3, 100).proportion_ci(0.9, method="exact")
+    assert (bound.low, bound.high) == pytest.approx((exact.low, exact.high))
+    assert bound.perfect_high == pytest.approx(1 - 0.05 ** (1 / 100))
+    assert bound.n_needed(0.05) in (59, 60)
+    assert tv_upper_bound([0, 5], [1, 0]).high == 1
+
+
 def test_words():
     probs = samplers.law("uniform", 4)
     even = tv_upper_bound([25_000] * 4, probs)
@@ -194,6 +234,11 @@ def test_too_few_draws_are_told_how_many_are_needed(rng):
         (lambda: judge_sampler([1, 2, 3], [0.5, 0.5], margin=0.1), "one shape"),
         (lambda: tv_upper_bound_two_samples([1, 2], [1]), "one shape"),
         (lambda: tv_upper_bound([1, 2], [0.5, 0.5]).n_needed(0), "got 0"),
+        (lambda: tv_upper_bound([1, 2], [0.5, 0.5]).word(-1), "`margin` .* got -1"),
+        (lambda: tv_upper_bound([1, 2], [0.5, 0.5], confidence=95), "`confidence` .* got 95"),
+        (lambda: tv_upper_bound_two_samples([1], [1], confidence=0), "`confidence` .* got 0"),
+        (lambda: judge_sampler([1, 2], [0.5, 0.5], margin=1), "`margin` .* got 1"),
+        (lambda: judge_sampler([1, 2], [0.5, 0.5], margin=math.nan), "`margin` .* got nan"),
     ],
 )
 def test_bad_input_is_named(call, says):

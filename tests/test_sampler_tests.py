@@ -13,7 +13,9 @@ from statsmodels.stats.power import GofChisquarePower
 
 from benchmarks import detection, sampler_power, samplers
 from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS
+from lossless_lab.statistical.equivalence import tv_upper_bound_two_samples
 from lossless_lab.statistical.goodness_of_fit import chi_square_fit, g_fit, multinomial_fit
+from lossless_lab.statistical.sampler_verdict import judge_sampler
 from lossless_lab.statistical.token_shares import share_difference_tests, token_share_tests
 from lossless_lab.statistical.two_sample import chi_square_two_samples, mmd_test
 from lossless_lab.stats import power, sequential
@@ -62,8 +64,18 @@ def test_rare_tokens_are_pooled_by_what_the_law_expects():
     together = stats.chisquare([50, 40, 6, 4], [50, 40, 6, 4])
     assert fit.n_pooled == 3  # 3 and 1 are below 5, and 4 together still are
     assert fit.statistic == pytest.approx(together.statistic)
-    assert chi_square_fit([1, 0], [0.5, 0.5]).pvalue == 1
-    assert chi_square_fit([0, 0], [0.5, 0.5]).pvalue == 1
+
+
+def test_one_cell_is_nothing_to_test():
+    """Too few draws for two cells of 5: no p-value, and Holm of the judgement has none of it."""
+    for fit in (
+        chi_square_fit([1, 0], [0.5, 0.5]),
+        g_fit([0, 0], [0.5, 0.5]),
+        chi_square_two_samples([3, 0], [0, 0]),
+    ):
+        assert math.isnan(fit.pvalue) and "nothing to test" in str(fit)
+    verdict = judge_sampler([8, 0], [0.5, 0.5], margin=0.05)
+    assert verdict.pvalue == token_share_tests([8, 0], [0.5, 0.5]).pvalue < 0.05
 
 
 def test_impossible_tokens_are_told_before_anything_is_pooled():
@@ -139,7 +151,6 @@ def test_the_two_sample_chi_square_equals_scipys():
     expected = stats.chi2_contingency([[30, 25, 9], [20, 41, 11]], correction=False)
     assert fit.statistic == pytest.approx(expected.statistic)
     assert fit.pvalue == pytest.approx(expected.pvalue)
-    assert chi_square_two_samples([3, 0], [0, 0]).pvalue == 1
 
 
 def plain_mmd(x, y):
@@ -190,8 +201,24 @@ def test_mmd_sees_a_difference_of_sequences(rng):
         (lambda: chi_square_two_samples([1, 2], [1, 2, 3]), "one shape"),
         (lambda: mmd_test([[1, 2]] * 3, [[1]] * 3, rng=RNG), "one width"),
         (lambda: holm([0.1, 1.1]), "got 1.1 at 1"),
-        (lambda: sequential.sequential_fit([[1, 1]], [0.5, 0.4]), "must be ≥ 0 and sum to 1"),
+        (lambda: chi_square_fit([math.inf, 1], [0.5, 0.5]), r"`counts` .* got inf at \[0\]"),
+        (lambda: chi_square_fit([2**53, 2], [0.5, 0.5]), "`counts` must be 2⁵³ draws"),
+        (lambda: holm([[0.1], [0.2]]), r"\[m\]; got shape \(2, 1\)"),
+        (lambda: benjamini_hochberg(0.1), r"\[m\]; got shape \(\)"),
+        (lambda: sequential.sequential_fit([[1, 1]], [0.5, 0.4]), "sum to 1; .* sum 0.9"),
+        (lambda: sequential.sequential_fit([[1, 1]], [math.nan, 0.5]), "sum nan"),
+        (lambda: sequential.sequential_fit([[[1, 1]]], [[0.5, 0.5]]), r"shape \(1, 2\)"),
+        (lambda: sequential.sequential_fit([[1, 1], [1]], [0.5, 0.5]), r"\(2,\); got .* at 1"),
+        (lambda: sequential.sequential_fit([[-1, 1]], [0.5, 0.5]), "whole numbers ≥ 0"),
+        (lambda: sequential.sequential_fit([[0.5, 1]], [0.5, 0.5]), "whole numbers ≥ 0"),
+        (lambda: sequential.sequential_fit([], [0.5, 0.5], alpha=0), "`alpha` .* got 0"),
         (lambda: power.n_for_tv(0, n_tokens=4), "got 0"),
+        (lambda: power.n_for_tv(0.1, n_tokens=4, power=0.01), "`power` must be above `alpha`"),
+        (lambda: power.smallest_tv_detectable(0, n_tokens=4), "`n` must be at least 1; got 0"),
+        (lambda: power.smallest_tv_detectable(9, n_tokens=4, power=1), "`power` .* got 1"),
+        (lambda: power.smallest_share_change(9, 0.1, n_tests=0), "`n_tests` .* got 0"),
+        (lambda: power.smallest_share_change(9, 1.5), "`share` .* got 1.5"),
+        (lambda: power.neyman_pearson_limit(0), "`n` must be at least 1; got 0"),
         (lambda: power.smallest_tv_detectable(10, n_tokens=1), "got 1"),
     ],
 )
@@ -211,6 +238,8 @@ def test_power_equals_statsmodels():
     expected = GofChisquarePower().solve_power(nobs=2000, n_bins=9, alpha=0.05, power=0.8)
     assert 2 * tv == pytest.approx(float(np.squeeze(expected)), rel=1e-4)
     assert power.n_for_tv(tv, n_tokens=9) in (2000, 2001)
+    assert math.isnan(power.smallest_tv_detectable(1, n_tokens=9))  # none is: TV ends at 1
+    assert math.isnan(power.neyman_pearson_limit(1))
     z = stats.norm.ppf(0.95) + stats.norm.ppf(0.8)
     assert power.neyman_pearson_limit(400, share=0.2) == pytest.approx(z * 0.4 / 20)
 
@@ -245,6 +274,29 @@ def test_the_sequential_test_stops_early_and_at_the_impossible(rng):
     banned = sequential.sequential_fit([[5, 5, 0], [4, 5, 1], [5, 5, 0]], [0.5, 0.5, 0])
     assert banned.stopped and banned.n == 20 and banned.n_impossible == 1
     assert "1 impossible" in str(banned)
+
+
+def test_the_sequential_test_takes_any_law():
+    """Of float32, of the least probabilities there are; its p-value is never 0."""
+    thirds = np.full(3, 1 / 3, np.float32)
+    exact = sequential.sequential_fit([[9, 1, 0]], np.full(3, 1 / 3)).log_evalue
+    assert sequential.sequential_fit([[9, 1, 0]], thirds).log_evalue == pytest.approx(exact)
+    halves = sequential.sequential_fit([[30, 2]], [0.5, 0.5])
+    rare = sequential.sequential_fit([[30, 2, 0]], [0.5, 0.5, 1e-320])
+    assert rare.stopped and rare.log_evalue == pytest.approx(halves.log_evalue)
+    assert 0 < sequential.sequential_fit([[10**9, 0]], [0.5, 0.5]).pvalue < 1e-300
+
+
+def test_billions_of_draws_are_counted_right():
+    """Products of them pass 2⁶³."""
+    n = 4 * 10**9
+    assert tv_upper_bound_two_samples([n, n], [n, n]).n == n
+    fit = chi_square_two_samples([n, n], [n, n + 10**6])
+    table = [[n, n], [n, n + 10**6]]
+    assert fit.pvalue == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue)
+    shares = token_share_tests([n, n + 10**6], [0.5, 0.5])
+    normal = 2 * stats.norm.sf(0.5e6 / math.sqrt((2 * n + 10**6) / 4))
+    assert shares.pvalues == pytest.approx(normal, rel=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +14,13 @@ from numpy.typing import ArrayLike
 from scipy import optimize, special
 
 from ..results import Result
-from ..stats.tv_limits import any_limit, mean_excess, spread_limit, weights
+from ..stats.power import check_fractions
+from ..stats.tv_limits import any_limit, mean_excess, share_limit, spread_limit, weights
 from .goodness_of_fit import checked, checked_pair
 
 _SPLIT_FROM = 100  # draws; with fewer the first limit of `tv_upper_bound` has all the error
+_FEW = 4  # possible tokens, of which all sets are tried; of more, sets are chosen by draws
+_N_SPLITS = 33
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,12 +52,12 @@ class TVBound(Result):
         return _perfect(self, self.n)
 
     def n_needed(self, margin: float) -> int:
-        """Draws (of each of two samples) for which a perfect sampler's `high` is the margin.
+        """Draws (of each of two samples) for which a perfect sampler's mean `high` is the margin.
 
-        A sampler that is not perfect needs more.
+        A perfect sampler is called EQUIVALENT about half the time at this n; one that is not
+        perfect needs more.
         """
-        if not 0 < margin < 1:
-            raise ValueError(f"`margin` must be above 0 and below 1; got {margin}")
+        check_fractions(margin=margin)
         if _perfect(self, 1) <= margin:
             return 1 if self.known else 2
         enough = ((math.sqrt(len(self.law)) + 3) / margin) ** 2
@@ -63,6 +68,7 @@ class TVBound(Result):
 
     def word(self, margin: float) -> str:
         """EQUIVALENT if high ≤ margin, DIFFERENT if low > margin, else INCONCLUSIVE."""
+        check_fractions(margin=margin)
         if self.high <= margin:
             return "EQUIVALENT"
         return "DIFFERENT" if self.low > margin else "INCONCLUSIVE"
@@ -87,7 +93,7 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     *Any difference.* TV = P(S) − probs(S) for one set S, and P(S) ≤ u(share of S), the exact
     binomial limit, a concave function: so TV ≤ max over all S of u(share of S) − probs(S), found
     by duality. From n = 100 on at most TV̂ + 1.21/√n, where the simple limit TV̂ + √(ln 20 / 2n)
-    is at TV̂ + 1.22/√n.
+    is at TV̂ + 1.22/√n. Of one possible token S is all the others, and the limit u(their share).
 
     *Spread over tokens.* 4 TV² ≤ U = Σ (p − probs)²/w for weights w that sum to 1. With w as
     probs^⅔, the unbiased estimate of U errs by little where TV̂ is all noise; U's limit is the
@@ -101,19 +107,24 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     Raises
     ------
     ValueError
-        When `probs` is no law, or the counts are not whole, not there, or of another shape.
+        When `probs` is no law, the counts are not whole, not there, or of another shape, or
+        `confidence` is not in (0, 1).
 
     Notes
     -----
     Source: the first from Jensen and Clopper-Pearson; weights of Valiant and Valiant 2017, SIAM J.
-    Comput. 46. `low`: half of the draws choose the set S of tokens that the sampler prefers, the
-    other half gives the exact lower limit of P(S) − probs(S). Simulated coverage and width in
-    data/calibration/samplers.csv.
+    Comput. 46. Simulated coverage and width in data/calibration/samplers.csv.
+
+    `low` is an exact lower limit of P(S) − probs(S). Of 4 possible tokens or fewer the largest
+    over all m sets S, each at error α/m. Of more, half of the draws choose the S that the sampler
+    prefers and the other half gives the limit at error α/2; of 33 such splits the median limit,
+    which all in all errs in α at most (Meinshausen, Meier and Bühlmann 2009, JASA 104).
 
     >>> bound = tv_upper_bound([500, 500], [0.5, 0.5])
     >>> bound.estimate, bound.low, 0.02 < bound.high < 0.04
     (0.0, 0.0, True)
     """
+    check_fractions(confidence=confidence)
     c, q = checked(counts, probs)
     n, alpha = int(c.sum()), 1 - confidence
     stated = {"n": n, "confidence": confidence, "law": q}
@@ -127,9 +138,16 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
         pairs = c * (c - 1.0) / (n * (n - 1.0))
         u = float(((pairs - 2 * q * share + q * q) / w).sum())
         high = min(high, spread_limit(u, float((pairs / w**2).sum()), q, n, alpha - part))
-    first, second = _halves(c)
-    more = first > q * first.sum()
-    low = _share_limit(second, more, alpha) - q[more].sum()
+    if (q > 0).sum() == 1:
+        high = share_limit(c[q == 0].sum(), n, alpha)
+
+    def preferred(first: np.ndarray) -> np.ndarray:
+        return first > q * first.sum(-1, keepdims=True)
+
+    def lowest(sets: np.ndarray, part: float, draws: np.ndarray) -> np.ndarray:
+        return _share_limit(draws, sets, alpha * part) - sets @ q
+
+    low = _low(q > 0, preferred, lowest, c)
     return _bound(np.abs(share - q).sum() / 2, low, high, **stated)
 
 
@@ -149,17 +167,25 @@ def tv_upper_bound_two_samples(
     >>> round(tv_upper_bound_two_samples([50, 50], [50, 50]).high, 4)
     0.1731
     """
+    check_fractions(confidence=confidence)
     x, y = checked_pair(counts_x, counts_y)
-    both, alpha = x.sum() + y.sum(), 1 - confidence
-    n = x.sum() * y.sum() / max(both, 1)
-    law = (x + y) / max(both, 1)
+    n_x, n_y, alpha = int(x.sum()), int(y.sum()), 1 - confidence
+    n = n_x * n_y / max(n_x + n_y, 1)
+    law = (x + y) / max(n_x + n_y, 1)
     stated = {"n": int(n), "confidence": confidence, "law": law, "known": False}
     if not n:
         return _bound(math.nan, 0.0, 1.0, **stated)
-    estimate = np.abs(x / x.sum() - y / y.sum()).sum() / 2
-    (first_x, second_x), (first_y, second_y) = _halves(x), _halves(y)
-    more = first_x * first_y.sum() > first_y * first_x.sum()
-    low = _share_limit(second_x, more, alpha / 2) - 1 + _share_limit(second_y, ~more, alpha / 2)
+    estimate = np.abs(x / n_x - y / n_y).sum() / 2
+
+    def preferred(first_x: np.ndarray, first_y: np.ndarray) -> np.ndarray:
+        n_x, n_y = (np.maximum(c.sum(-1, keepdims=True), 1) for c in (first_x, first_y))
+        return first_x / n_x > first_y / n_y
+
+    def lowest(sets: np.ndarray, part: float, *draws: np.ndarray) -> np.ndarray:
+        sides = zip(draws, (sets, ~sets), strict=True)
+        return sum(_share_limit(c, side, alpha * part / 2) for c, side in sides) - 1
+
+    low = _low(np.ones(len(x), dtype=bool), preferred, lowest, x, y)
     high = estimate + math.sqrt(-math.log(alpha) / (2 * n))
     return _bound(estimate, low, high, **stated)
 
@@ -179,6 +205,8 @@ def _perfect(bound: TVBound, n: float) -> float:
         return 1.0
     if not bound.known:
         return min(1.0, mean_excess(q, n) + math.sqrt(-math.log(alpha) / (2 * n)))
+    if (q > 0).sum() == 1:
+        return float(share_limit(0, n, alpha))
     part = _part(q, n, alpha)
     high = any_limit(lambda slope: mean_excess(q, n, slope=slope), n, part)
     if part < alpha:
@@ -186,17 +214,30 @@ def _perfect(bound: TVBound, n: float) -> float:
     return min(high, 1.0)
 
 
-def _halves(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The draws dealt to two halves, independent given their sizes; the same ones each time."""
-    coins = np.random.default_rng(zlib.crc32(counts.tobytes()))
-    first = coins.binomial(counts, 0.5)
-    return first, counts - first
+def _low(possible: np.ndarray, preferred: Callable, lowest: Callable, *counts: np.ndarray) -> float:
+    """Lower limit from sets of tokens: of all sets or, where there are many, of split draws.
+
+    Parameters
+    ----------
+    possible : [vocab_size]; impossible tokens belong to every set, as they can only gain.
+    preferred : of some draws of each token to the sets [n_sets, vocab_size] they speak for.
+    lowest : of sets, part of the error, and draws to a limit per set.
+    """
+    if possible.sum() <= _FEW:
+        sets = np.ones((2 ** possible.sum(), len(possible)), dtype=bool)
+        sets[:, possible] = list(itertools.product((False, True), repeat=possible.sum()))
+        sets = sets[:-1][sets[:-1].any(1)]
+        return lowest(sets, 1 / max(len(sets), 1), *counts).max(initial=0.0)
+    coins = np.random.default_rng(zlib.crc32(np.stack(counts).tobytes()))
+    first = [coins.binomial(c, 0.5, (_N_SPLITS, len(c))) for c in counts]
+    second = [c - f for c, f in zip(counts, first, strict=True)]
+    return float(np.median(lowest(preferred(*first), 0.5, *second)))
 
 
-def _share_limit(counts: np.ndarray, tokens: np.ndarray, alpha: float) -> float:
-    """Exact lower limit of the probability of these tokens together."""
-    k, n = counts[tokens].sum(), counts.sum()
-    return float(special.betaincinv(k, n - k + 1, alpha)) if k else 0.0
+def _share_limit(counts: np.ndarray, sets: np.ndarray, alpha: float) -> np.ndarray:
+    """Exact lower limit of the probability of each set of tokens."""
+    k, n = (counts * sets).sum(-1), counts.sum(-1)
+    return np.where(k > 0, special.betaincinv(np.maximum(k, 1), n - k + 1, alpha), 0.0)
 
 
 def _bound(estimate: float, low: float, high: float, **stated) -> TVBound:

@@ -104,7 +104,8 @@ class FitTest(Result):
 
     Parameters
     ----------
-    test, statistic, pvalue : of the tokens that the law allows; the p-value is never 0.
+    test, statistic, pvalue : of the tokens that the law allows; the p-value is never 0, and NaN
+        where all of them were pooled into one cell, so that nothing is tested.
     n : draws, the impossible ones included.
     n_pooled : tokens that were counted together, having expected counts below 5.
     n_impossible : draws of tokens that the law gives no probability.
@@ -119,7 +120,8 @@ class FitTest(Result):
 
     def __str__(self) -> str:
         impossible = f", {self.n_impossible} impossible" if self.n_impossible else ""
-        return f"{self.test}: {self.n} draws{impossible} (p = {self.pvalue:.2g})"
+        p = "nothing to test" if math.isnan(self.pvalue) else f"p = {self.pvalue:.2g}"
+        return f"{self.test}: {self.n} draws{impossible} ({p})"
 
 
 def chi_square_fit(counts: ArrayLike, probs: ArrayLike) -> FitTest:
@@ -213,11 +215,13 @@ def checked_pair(counts_x: ArrayLike, counts_y: ArrayLike) -> tuple[np.ndarray, 
 
 
 def _whole(name: str, counts: ArrayLike) -> np.ndarray:
-    c = np.asarray(counts)
-    bad = ~((c >= 0) & (c == np.round(c)))
+    c = np.asarray(counts, dtype=np.float64)
+    bad = ~((c >= 0) & (c == np.round(c)) & (c < np.inf))
     if c.size == 0 or bad.any():
-        where = f"; got {c[bad].flat[0]} at {np.argwhere(bad)[0].tolist()}" if bad.any() else ""
+        where = f"; got {c[bad][0]:g} at {np.argwhere(bad)[0].tolist()}" if bad.any() else ""
         raise ValueError(f"`{name}` must be whole numbers ≥ 0, one per token{where}")
+    if c.sum() > 2**53:
+        raise ValueError(f"`{name}` must be 2⁵³ draws in all at most; got {c.sum():g}")
     return c.astype(np.int64)
 
 
@@ -242,7 +246,7 @@ def _fit(counts: ArrayLike, probs: ArrayLike, test: str) -> FitTest:
     n = int(c[possible].sum())
     observed, expected, n_pooled = pool(c[possible], n * q[possible])
     k = len(observed)
-    statistic, pvalue = 0.0, 1.0
+    statistic, pvalue = 0.0, math.nan
     if k > 1:
         inverse = float((n / expected).sum())
         if test == "G":

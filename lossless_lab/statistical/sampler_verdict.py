@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pandas as pd
@@ -9,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from ..results import Result
 from ..stats.multiplicity import holm
+from ..stats.power import check_fractions
 from .equivalence import TVBound, tv_upper_bound
 from .goodness_of_fit import chi_square_fit
 from .token_shares import token_share_tests
@@ -23,7 +25,8 @@ class SamplerVerdict(Result):
     word : EQUIVALENT, DIFFERENT or INCONCLUSIVE, by the limits of TV and the margin alone.
     margin : of TV.
     bound : the limits.
-    pvalue : that the law is right: chi-square and single tokens, Holm over both.
+    pvalue : that the law is right: chi-square and single tokens, Holm over both; over the second
+        alone where there are too few draws for the first.
     n_impossible : draws of tokens that the law gives no probability; a finding by itself.
     worst_token : the token (flat index) whose share is the least likely, and its p-value by Holm.
     """
@@ -38,7 +41,7 @@ class SamplerVerdict(Result):
 
     @property
     def n_needed(self) -> int:
-        """Draws with which a perfect sampler is called EQUIVALENT."""
+        """Draws with which a perfect sampler is called EQUIVALENT about half the time."""
         return self.bound.n_needed(self.margin)
 
     @property
@@ -77,20 +80,23 @@ def judge_sampler(
     Raises
     ------
     ValueError
-        When `law` is no law, or the counts are not whole, not there, or of another shape.
+        When `law` is no law, the counts are not whole, not there, or of another shape, or margin
+        or confidence is not in (0, 1).
 
     >>> judge_sampler([510, 490], [0.5, 0.5], margin=0.05).word
     'EQUIVALENT'
     >>> str(judge_sampler([6, 4], [0.5, 0.5], margin=0.05))[:47]
     'INCONCLUSIVE within 0.05; 618 draws needed: TV '
     """
+    check_fractions(margin=margin)
     bound = tv_upper_bound(counts, law, confidence=confidence)
     fit, shares = chi_square_fit(counts, law), token_share_tests(counts, law)
+    pvalues = [p for p in (fit.pvalue, shares.pvalue) if not math.isnan(p)]
     return SamplerVerdict(
         word=bound.word(margin),
         margin=margin,
         bound=bound,
-        pvalue=float(holm([fit.pvalue, shares.pvalue]).min()),
+        pvalue=float(holm(pvalues).min()),
         n_impossible=fit.n_impossible,
         worst_token=int(shares.pvalues.argmin()),
         worst_token_pvalue=shares.pvalue,

@@ -64,8 +64,9 @@ def token_share_tests(counts: ArrayLike, probs: ArrayLike) -> TokenShares:
     """
     c, q = checked(counts, probs)
     n = c.sum()
-    tails = special.bdtr(c, n, q), np.where(c > 0, special.bdtrc(c - 1.0, n, q), 1.0)
-    return _two_sided(c, q, *tails)
+    below = np.where(c < n, special.betaincc(c + 1, np.maximum(n - c, 1), q), 1.0)
+    above = np.where(c > 0, special.betainc(np.maximum(c, 1), n - c + 1, q), 1.0)
+    return _two_sided(c, q, below, above)
 
 
 def share_difference_tests(counts_x: ArrayLike, counts_y: ArrayLike) -> TokenShares:

@@ -28,16 +28,16 @@ def chi_square_two_samples(counts_x: ArrayLike, counts_y: ArrayLike) -> FitTest:
     """
     table = np.stack(checked_pair(counts_x, counts_y))
     table = table[:, table.any(0)]
-    rarer = table.sum(0) * min(table.sum(1)) / max(table.sum(), 1)
+    rarer = table.sum(0) * (min(table.sum(1)) / max(table.sum(), 1))
     pooled, _, n_pooled = pool(table, rarer)
-    statistic, pvalue = 0.0, 1.0
+    statistic, pvalue = 0.0, np.nan
     if pooled.shape[1] > 1 and pooled.sum(1).all():
         found = stats.chi2_contingency(pooled, correction=False)
-        statistic, pvalue = float(found.statistic), float(found.pvalue)
+        statistic, pvalue = float(found.statistic), max(found.pvalue, np.finfo(float).tiny)
     return FitTest(
         test="chi-square of two samples",
         statistic=statistic,
-        pvalue=max(pvalue, np.finfo(float).tiny),
+        pvalue=float(pvalue),
         n=int(table.sum()),
         n_pooled=n_pooled,
     )

@@ -21,7 +21,7 @@ def holm(pvalues: ArrayLike) -> np.ndarray:
     Raises
     ------
     ValueError
-        When one is not in [0, 1].
+        When one is not in [0, 1], or they are no list.
 
     Notes
     -----
@@ -53,6 +53,8 @@ def benjamini_hochberg(pvalues: ArrayLike) -> np.ndarray:
 
 def _pvalues(pvalues: ArrayLike) -> np.ndarray:
     p = np.asarray(pvalues, dtype=np.float64)
+    if p.ndim != 1:
+        raise ValueError(f"`pvalues` must be [m]; got shape {p.shape}")
     bad = np.flatnonzero(~((p >= 0) & (p <= 1)))
     if len(bad):
         raise ValueError(f"`pvalues` must lie in [0, 1]; got {p[bad[0]]} at {bad[0]}")

@@ -7,6 +7,16 @@ import math
 from scipy import optimize, stats
 
 
+def check_fractions(**named: float) -> None:
+    """Refuses, by its name, what is not above 0 and below 1.
+
+    >>> check_fractions(alpha=0.05)
+    """
+    for name, value in named.items():
+        if not 0 < value < 1:
+            raise ValueError(f"`{name}` must be above 0 and below 1; got {value}")
+
+
 def smallest_tv_detectable(
     n: int, *, n_tokens: int, alpha: float = 0.05, power: float = 0.8
 ) -> float:
@@ -21,6 +31,15 @@ def smallest_tv_detectable(
     n : draws.
     n_tokens : cells, after pooling.
 
+    Returns
+    -------
+    NaN where not even a TV of 1 is found.
+
+    Raises
+    ------
+    ValueError
+        When n < 1, n_tokens < 2, or not 0 < alpha < power < 1.
+
     Notes
     -----
     Source: Cohen 1988, chapter 7; equal to statsmodels' GofChisquarePower with effect size 2 TV.
@@ -28,7 +47,8 @@ def smallest_tv_detectable(
     >>> round(smallest_tv_detectable(10_000, n_tokens=16), 4)
     0.0217
     """
-    return math.sqrt(_noncentrality(n_tokens, alpha, power) / (4 * n))
+    _check_draws(n)
+    return _possible(math.sqrt(_noncentrality(n_tokens, alpha, power) / (4 * n)))
 
 
 def n_for_tv(tv: float, *, n_tokens: int, alpha: float = 0.05, power: float = 0.8) -> int:
@@ -37,8 +57,7 @@ def n_for_tv(tv: float, *, n_tokens: int, alpha: float = 0.05, power: float = 0.
     >>> n_for_tv(0.01, n_tokens=16)
     47028
     """
-    if not 0 < tv < 1:
-        raise ValueError(f"`tv` must be above 0 and below 1; got {tv}")
+    check_fractions(tv=tv)
     return math.ceil(_noncentrality(n_tokens, alpha, power) / (4 * tv**2))
 
 
@@ -54,8 +73,9 @@ def smallest_share_change(
     >>> round(smallest_share_change(10_000, 0.05, n_tests=16), 5)
     0.00827
     """
-    z = stats.norm.isf(alpha / (2 * n_tests)) + stats.norm.isf(1 - power)
-    return float(z * math.sqrt(share * (1 - share) / n))
+    if not n_tests >= 1:
+        raise ValueError(f"`n_tests` must be at least 1; got {n_tests}")
+    return _normal_limit(n, share, alpha, power, 2 * n_tests)
 
 
 def neyman_pearson_limit(
@@ -73,11 +93,34 @@ def neyman_pearson_limit(
     >>> round(neyman_pearson_limit(10_000), 4), round(neyman_pearson_limit(10_000, share=0.05), 4)
     (0.0124, 0.0054)
     """
-    z = stats.norm.isf(alpha) + stats.norm.isf(1 - power)
-    return float(z * math.sqrt(share * (1 - share) / n))
+    return _normal_limit(n, share, alpha, power, 1)
+
+
+def _normal_limit(n: int, share: float, alpha: float, power: float, n_tails: int) -> float:
+    _check_draws(n)
+    _check_power(alpha, power)
+    check_fractions(share=share)
+    z = stats.norm.isf(alpha / n_tails) + stats.norm.isf(1 - power)
+    return _possible(float(z * math.sqrt(share * (1 - share) / n)))
+
+
+def _possible(tv: float) -> float:
+    return tv if tv <= 1 else math.nan
+
+
+def _check_draws(n: int) -> None:
+    if not n >= 1:
+        raise ValueError(f"`n` must be at least 1; got {n}")
+
+
+def _check_power(alpha: float, power: float) -> None:
+    check_fractions(alpha=alpha, power=power)
+    if alpha >= power:
+        raise ValueError(f"`power` must be above `alpha` ({alpha}); got {power}")
 
 
 def _noncentrality(n_tokens: int, alpha: float, power: float) -> float:
+    _check_power(alpha, power)
     if n_tokens < 2:
         raise ValueError(f"`n_tokens` must be at least 2; got {n_tokens}")
     df = n_tokens - 1

@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from ..results import Result
+from .power import check_fractions
 
+_LEAST = 1e-300  # probability; gammaln fails of less
 _FIRMNESS = 10.0 ** np.arange(1, 8)  # of the priors: how near the law the other laws lie
 
 
@@ -23,7 +25,7 @@ class SequentialFit(Result):
     ----------
     n : draws looked at, until it stopped.
     log_evalue : ln of the largest e-value so far.
-    pvalue : min(1, exp(−log_evalue)), valid at any moment of stopping.
+    pvalue : min(1, exp(−log_evalue)), valid at any moment of stopping; never 0.
     n_impossible : draws of tokens that the law gives no probability.
     stopped : whether a p-value ≤ α or an impossible token ended it.
     """
@@ -62,7 +64,7 @@ def log_evalue(counts: ArrayLike, probs: ArrayLike) -> np.ndarray:
     0.0
     """
     c, q = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
-    c, q = c[..., q > 0], q[q > 0]
+    c, q = c[..., q > 0], np.maximum(q[q > 0], _LEAST)
     n = c.sum(-1)
     likelihood = c @ np.log(q)
     by_prior = [
@@ -86,19 +88,29 @@ def sequential_fit(
     Raises
     ------
     ValueError
-        When `probs` does not sum to 1, or is negative somewhere.
+        When `probs` is no law (within 1e-9; 1e-4 in float32 and below), a batch is not whole, not
+        there or of another shape, or `alpha` is not in (0, 1).
 
     >>> str(sequential_fit(([9, 1] for _ in range(100)), [0.5, 0.5]))
     'stopped after 30 draws (anytime p = 0.005)'
     """
-    q = np.asarray(probs, dtype=np.float64)
-    if not (abs(q.sum() - 1) <= 1e-9 and (q >= 0).all()):
+    check_fractions(alpha=alpha)
+    q = np.asarray(probs)
+    tolerance = 1e-9 if q.dtype.itemsize >= 8 else 1e-4
+    q = q.astype(np.float64)
+    if not (q.ndim == 1 and abs(q.sum() - 1) <= tolerance and (q >= 0).all()):
         raise ValueError(
-            f"`probs` must be ≥ 0 and sum to 1; got {q.sum():.6g}, least {q.min():.3g}"
+            f"`probs` must be [vocab_size], ≥ 0 and sum to 1; got shape {q.shape}, sum "
+            f"{q.sum():.6g}, least {q.min(initial=1):.3g}"
         )
-    counts, best, stopped = np.zeros(len(q)), 0.0, False
-    for batch in batches:
-        counts += np.asarray(batch)
+    q, counts, best, stopped = q / q.sum(), np.zeros(len(q)), 0.0, False
+    for i, batch in enumerate(batches):
+        new = np.asarray(batch, dtype=np.float64)
+        if new.shape != q.shape or not ((new >= 0) & (new % 1 == 0)).all():
+            raise ValueError(
+                f"`batches` must be whole numbers ≥ 0, one per token {q.shape}; got {new} at {i}"
+            )
+        counts += new
         best = max(best, float(log_evalue(counts, q)))
         stopped = best >= -math.log(alpha) or counts[q == 0].any()
         if stopped:
@@ -106,7 +118,7 @@ def sequential_fit(
     return SequentialFit(
         n=int(counts.sum()),
         log_evalue=best,
-        pvalue=math.exp(-best),
+        pvalue=max(math.exp(-best), np.finfo(float).tiny),
         n_impossible=int(counts[q == 0].sum()),
         stopped=bool(stopped),
     )

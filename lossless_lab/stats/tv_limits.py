@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import optimize, special
 
 _TANGENTS = 33
@@ -17,11 +18,20 @@ def weights(q: np.ndarray) -> np.ndarray:
     return w / w.sum()
 
 
+def share_limit(k: ArrayLike, n: int, alpha: float) -> np.ndarray:
+    """Exact upper limit of a probability, of k in n draws.
+
+    >>> round(float(share_limit(0, 59, 0.05)), 4)
+    0.0495
+    """
+    k = np.asarray(k)
+    return np.where(k < n, special.betainccinv(k + 1, np.maximum(n - k, 1), alpha), 1.0)
+
+
 def any_limit(excess: Callable[[float], float], n: int, alpha: float) -> float:
     """Smallest over tangents slope·x + offset of the binomial limit u of offset + excess(slope)."""
     k = np.unique((n * np.sin(np.pi * np.arange(_TANGENTS) / (2 * _TANGENTS)) ** 2).astype(int))
-    u, after = (np.where(x < n, special.betainccinv(x + 1, np.maximum(n - x, 1), alpha), 1.0)
-                for x in (k, k + 1))  # fmt: skip
+    u, after = share_limit(k, n, alpha), share_limit(k + 1, n, alpha)
     slopes = n * (after - u)
     return float(min(u[i] - slopes[i] * k[i] / n + excess(slopes[i]) for i in range(len(k))))
 
