@@ -375,7 +375,15 @@ def test_the_ladder_marks_the_chosen_format_and_names_a_floor_off_the_scale():
     assert [t.get_text() for t in ax.get_yticklabels()] == ["int8, 8.1 bits", "int4, 4.5 bits"]
     texts = [t.get_text() for t in ax.get_legend().get_texts()]
     assert texts == ["twin 1e-13 (off scale)", "bf16 2e-05"]
+    looks = [handle.get_linestyle() for handle in ax.get_legend().get_lines()]
+    assert looks == ["None", "--"], "what is not drawn has no line in the legend"
     assert len(ax.collections) == 1, "whiskers are drawn anew, not added"
+
+
+def test_bits_that_are_written_alike_are_ordered_by_cost():
+    frame = pd.DataFrame({"format": ["nvfp4", "nf4"], "bits_per_weight": [4.5004, 4.5]})
+    ax = plots.format_ladder(frame.assign(mean_kl_nats=[2e-2, 1e-2]))
+    assert [t.get_text().split(",")[0] for t in ax.get_yticklabels()] == ["nf4", "nvfp4"]
 
 
 def test_the_tail_is_the_share_of_positions_with_at_least_that_kl():
@@ -397,6 +405,9 @@ def test_flips_stand_in_percent_against_kl_and_curves_get_their_ticks():
     ax = cost_curves(frame, x="n", y="kl", labels=("documents", "KL (nats)"))
     assert ax.get_xscale() == "log" and ax.get_xlabel() == "documents, log scale"
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "3", "43"]
+    assert ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0 and ax.get_ylabel() == "KL (nats)"
+    ax = cost_curves(frame.assign(kl=[0.1, 1, 9]), x="n", y="kl", labels=("n", "KL (nats)"))
+    assert ax.get_yscale() == "log" and ax.get_ylabel() == "KL (nats), log scale"
 
 
 def test_the_map_shows_log10_of_each_matrix():

@@ -17,7 +17,7 @@ from .theme import COLOURS
 def format_ladder(
     frame: pd.DataFrame, *, ax: Axes | None = None, floors: Mapping[str, float] | None = None
 ) -> Axes:
-    """Mean KL to the reference of each format, a row each, most bits first, log scale.
+    """Mean KL to the reference of each format, a row each, most bits first, then least cost.
 
     Parameters
     ----------
@@ -25,7 +25,8 @@ def format_ladder(
         column chosen (bool) marks one format.
     floors : name -> mean KL of what is harmless, a line each; those far below are named only.
     """
-    frame = frame.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
+    shown = frame.assign(bits_per_weight=frame["bits_per_weight"].round(2))  # as is written
+    frame = shown.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
     for artist in list(ax.collections):
         artist.remove()
     x, y = frame["mean_kl_nats"].to_numpy(dtype=float), np.arange(len(frame))
@@ -35,8 +36,10 @@ def format_ladder(
     left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * max(x.max(), 1e-9)
     for i, (name, value) in enumerate((floors or {}).items()):
         left = min(left, value / 2) if value > left / 30 else left
-        label = f"{name} {value:.1g}" + ("" if value > left else " (off scale)")
-        look = {"color": COLOURS["guide"], "linestyle": ("-", "--", ":")[i % 3], "label": label}
+        drawn = value > left
+        label = f"{name} {value:.1g}" + " (off scale)" * (not drawn)
+        look = {"color": COLOURS["guide"], "label": label}
+        look["linestyle"] = ("-", "--", ":")[i % 3] if drawn else ""
         line(ax, name, [value, value], [-0.6, len(y) - 0.4], **look)
     look = {"linestyle": "", "color": COLOURS["candidate"], "clip_on": False}
     line(ax, "formats", x[x > 0], y[x > 0], marker="o", label="_formats", **look)
@@ -107,7 +110,7 @@ def kl_tail(
     ax.autoscale_view(scaley=False)
     ax.set(xlabel=label)
     ax.set_ylabel("share of positions with\nat least that (log scale)")
-    legend(ax, loc="lower left", fontsize="x-small")
+    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), fontsize="x-small")
     return ax
 
 
@@ -131,7 +134,7 @@ def flips_against_kl(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def cost_curves(
     frame: pd.DataFrame, *, x: str, y: str, labels: tuple[str, str], ax: Axes | None = None
 ) -> Axes:
-    """A curve for each candidate of a column `y` over a column `x`, y on a log scale.
+    """A curve for each candidate of a column `y` over a column `x`; log where it spans decades.
 
     Parameters
     ----------
@@ -144,9 +147,12 @@ def cost_curves(
         for name, rows in frame.groupby("candidate", sort=False):
             line(ax, str(name), rows[x], rows[y], marker="o", markersize=4, label=str(name))
         ticks = sorted(set(frame[x]))
-        wide = ticks[0] > 0 and ticks[-1] >= 10 * ticks[0]
-        ax.set(yscale="log", xlabel=f"{labels[0]}{', log scale' * wide}")
-        ax.set(xscale="log" if wide else "linear", ylabel=f"{labels[1]}, log scale")
+        for axis, values, label in zip("xy", (frame[x], frame[y]), labels, strict=True):
+            wide = bool(0 < 5 * values.min() <= values.max())
+            ax.set(**{f"{axis}scale": "log" if wide else "linear"})
+            ax.set(**{f"{axis}label": label + ", log scale" * wide})
+        if ax.get_yscale() == "linear":
+            ax.set_ylim(bottom=0)
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
         legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
