@@ -91,6 +91,26 @@ def test_the_witness_sees_the_entry_and_not_its_absence():
     assert float((good - bad).abs().max()) > 0.05
 
 
+@pytest.mark.parametrize("nothing", [{"alpha": 0.0}, {"std": 0.0}])
+def test_adapters_that_add_nothing_are_vacuous(nothing):
+    found = answer(with_adapters(build_t0(), **nothing), merged())
+    assert {a.word for a in found.answers} == {"VACUOUS"}
+    assert "the 9 adapters added nothing" in found.sentence
+    rounded = answer(with_adapters(build_t0(), **nothing), merged("nf4"))
+    assert rounded["1a"].word == "DIFFERENT"  # the base's own weights are rounded
+
+
+def test_a_delta_that_is_rounded_away_is_no_vacuous_merge():
+    """Weights of 1 are too coarse in bfloat16 to take it in; some outputs were not."""
+    plain = build_t0()
+    for layer in plain.model.layers:
+        torch.nn.init.ones_(layer.self_attn.q_proj.weight)
+    adapted = with_adapters(plain, std=1.5e-4, modules=["q_proj"]).bfloat16()
+    made = merged().apply(adapted).network
+    assert all(bool((layer.self_attn.q_proj.weight == 1).all()) for layer in made.model.layers)
+    assert not made.adapters_idle
+
+
 def test_what_cannot_carry_or_merge_adapters_is_refused():
     with pytest.raises(ValueError, match="no adapter to merge"):
         merged().apply(build_t0())

@@ -263,10 +263,21 @@ def test_bad_input_is_named(t0, pair):
         ((t0, candidate, TEXTS), "`reference` must have a tokenizer"),
         ((reference, model(t0, letters(50)), TEXTS), "document '0': the tokenizers of both sides"),
         ((reference, build_t0(vocab_size=98), TEXTS), "reference's vocabulary, 97 tokens; got 98"),
+        (
+            (reference, build_t0(max_position_embeddings=5), ["abcde", "abcdef"]),
+            "document '1' has 6 tokens; `candidate` has 5 positions: lower `max_tokens`",
+        ),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             compare_on(*arguments, progress=False)
+    for n in (-1, 0, 1):
+        with pytest.raises(ValueError, match=f"`max_tokens` must be 2 or more; got {n}"):
+            compare_on(*pair, TEXTS, max_tokens=n)
+    with pytest.raises(TypeError, match="`documents` must be a list of texts; got one str"):
+        compare_on(*pair, "a text")
+    with pytest.raises(TypeError, match=r"`candidate` must be a network or as .* got 'tiny-draft'"):
+        compare_on(reference, "tiny-draft", TEXTS)
 
 
 # ---- whole sequences ---------------------------------------------------------------------------

@@ -226,6 +226,20 @@ def test_no_word_is_said_for_tokens_that_never_read_from_it(t0):
     assert found["1a"].word == "DIFFERENT"
 
 
+def test_a_cache_whose_rounding_changes_no_value_is_vacuous(t0):
+    class Idle(QuantizedKV):
+        def round(self, keys, values):
+            return keys, values
+
+    fmt = number_format("int4-channel")
+    for kind, words in ((Idle, {"VACUOUS"}), (QuantizedKV, {"DIFFERENT"})):
+        entry = kv_compressed(kind(name="kv-mine", keys=fmt, values=fmt))
+        found = check(t0, entry, [[1, *PROMPT_L]], decoding=GREEDY, **QUIET)
+        assert {a.word for a in found.answers if a.level == "1a"} == words
+    layer = QuantizedRows(Idle(name="", keys=fmt, values=fmt))
+    assert layer.altered is None and layer.update(*states(4)) and layer.altered is False
+
+
 @pytest.mark.parametrize("name", ["kv-int8-channel", "kv-sinks"])
 def test_the_poisoned_twin_computes_something_else(t0, name):
     entry = optimizations.find(name)

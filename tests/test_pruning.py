@@ -110,6 +110,8 @@ def test_pruning_that_prunes_nothing_is_vacuous(t0):
     assert {a.word for a in again.answers} == {"VACUOUS"}
     assert "as sparse before" in again.sentence
     assert check(once, magnitude(0.6), [[1, *PROMPT_S]], **QUIET)["1a"].word == "DIFFERENT"
+    every = check(t0, top_neurons(0.9999), [[1, *PROMPT_S]], **QUIET)
+    assert {a.word for a in every.answers} == {"VACUOUS"} and "all of them" in every.sentence
 
 
 def test_dropped_layers_leave_what_the_others_compute(t0):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format, round_to
-from lossless_lab.optimizations.entry import Optimization, copied
+from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
 from lossless_lab.optimizations.witness import Observation
 
 
@@ -72,19 +72,26 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
         found = _adapters(changed)
         if not found:
             raise ValueError("`network` has no adapter to merge")
+        changed.adapters_idle = True
         for name, module in found.items():
-            module.merge()
             base = module.base_layer
+            before, adds = base.weight.detach().clone(), _adds(module)
+            module.merge()
             if fmt is not None:
                 with torch.no_grad():
                     base.weight.copy_(round_to(base.weight, fmt.fitted(base.weight.shape[1])))
+            changed.adapters_idle &= not adds and torch.equal(before, base.weight)
             changed.set_submodule(name, base)
         changed.adapters_merged = len(found)
         return changed, {}
 
     def witness(seen: Observation) -> str:
         n = getattr(seen.network, "adapters_merged", 0)
-        return f"{n} adapters merged, none left" if n and not _adapters(seen.network) else ""
+        if not n or _adapters(seen.network):
+            return ""
+        if seen.network.adapters_idle:
+            return f"{VACUOUS}the {n} adapters added nothing; no weight was changed"
+        return f"{n} adapters merged, none left"
 
     return Optimization(
         name="merge-adapters" if fmt is None else f"merge-adapters-{fmt.name}",
@@ -101,6 +108,15 @@ def _adapters(network: nn.Module) -> dict[str, nn.Module]:
         for name, module in network.named_modules()
         if hasattr(module, "merge") and hasattr(module, "base_layer")
     }
+
+
+@torch.no_grad()
+def _adds(module: nn.Module) -> bool:
+    """Whether an adapter's layer gives anything else than the layer that it stands beside."""
+    base = module.base_layer
+    x = torch.randn(4, base.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    x = x.to(base.weight)
+    return not torch.equal(module(x), base(x))
 
 
 ENTRIES = (merged(),)

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format
-from lossless_lab.optimizations.entry import Optimization
+from lossless_lab.optimizations.entry import VACUOUS, Optimization
 from lossless_lab.optimizations.faults import stale_slot
 
 
@@ -99,18 +99,18 @@ class EvictingKV:
 
 
 class _Compressed(DynamicLayer):
-    """A layer that counts tokens: those rounded so far, or all that were seen."""
+    """A layer that counts tokens, rounded so far or seen, and tells if rounding `altered` any."""
 
     is_croppable = False
 
     def __init__(self, how: QuantizedKV | EvictingKV) -> None:
         super().__init__()
-        self.how, self.count = how, 0
+        self.how, self.count, self.altered = how, 0, None
 
     def reset(self) -> None:
         """Forget all."""
         super().reset()
-        self.count = 0
+        self.count, self.altered = 0, None
 
 
 class QuantizedRows(_Compressed):
@@ -125,7 +125,8 @@ class QuantizedRows(_Compressed):
             self.keys, self.values = (x.clone() for x in read)
             new = self.how.round(self.keys[..., old, :], self.values[..., old, :])
             self.keys[..., old, :], self.values[..., old, :] = new
-            self.count = n
+            same = torch.equal(self.keys, read[0]) and torch.equal(self.values, read[1])
+            self.count, self.altered = n, self.altered or not same
         return read
 
 
@@ -213,6 +214,8 @@ def kv_compressed(compression: QuantizedKV | EvictingKV) -> Optimization:
     def witness(seen: Any) -> str:
         names = {type(layer).__name__ for layer in compression.build(seen.network.config).layers}
         told = f"cache layers of class {', '.join(seen.cache)}, simulated: no memory is saved here"
+        if seen.altered is False:
+            return f"{VACUOUS}rounding changed no value of the cache"
         return told if seen.cache and set(seen.cache) <= names else ""
 
     return Optimization(

@@ -141,6 +141,8 @@ def top_neurons(share: float) -> Optimization:
     def witness(seen: Observation) -> str:
         counts = [getattr(m, "neurons", [0, 0]) for m in _outputs_of_mlps(seen.network)]
         active, total = (sum(column) for column in zip(*counts, strict=True))
+        if active == total > 0:
+            return f"{VACUOUS}{share:g} of the neurons is all of them; none was silenced"
         said = f"in {len(counts)} MLPs {100 * active / max(total, 1):.1f} % of the neurons active"
         return f"{said}, chosen at each token; no weight is zero" if total else ""
 

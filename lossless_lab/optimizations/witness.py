@@ -31,6 +31,8 @@ class Observation:
     computed : dtypes of the keys that the network wrote into its cache.
     network : what ran, for entries whose trace is in the weights.
     timings : of each output, where `generate` returns completions.
+    altered : whether compression changed a value of the cache that a later pass read; None where
+        nothing was compressed.
     """
 
     rows: int
@@ -40,6 +42,7 @@ class Observation:
     computed: tuple[str, ...]
     network: nn.Module
     timings: tuple[Mapping[str, float], ...] = ()
+    altered: bool | None = None
 
 
 def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
@@ -52,7 +55,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to standard error
     target = getattr(network, "_orig_mod", network)
-    rows, caches, computed = [0], Counter(), Counter()
+    rows, caches, computed, altered = [0], Counter(), Counter(), set()
     original = target.prepare_inputs_for_generation
 
     @functools.wraps(original)  # generate inspects the signature
@@ -61,6 +64,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
         rows.append(input_ids.shape[0])
         layers = getattr(cache_of(inputs), "layers", ())
         caches.update(type(layer).__name__ for layer in layers)
+        altered.update(getattr(layer, "altered", None) for layer in layers)
         keys = (getattr(layer, "keys", None) for layer in layers)
         computed.update(_name(k.dtype) for k in keys if isinstance(k, torch.Tensor))
         return inputs
@@ -86,6 +90,7 @@ def observe(network: nn.Module, generate: Callable[[], Any]) -> Observation:
         computed=tuple(computed),
         network=target,
         timings=tuple(getattr(output, "timings", {}) for output in made or ()),
+        altered=max(altered - {None}, default=None),
     )
 
 

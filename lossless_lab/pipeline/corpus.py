@@ -51,7 +51,8 @@ def compare_on(
     Raises
     ------
     ValueError
-        For no documents, one of fewer than two tokens, ids or vocabularies that differ.
+        For no documents, one of fewer than two tokens or of more than a model has positions, ids or
+        vocabularies that differ.
 
     Examples
     --------
@@ -61,6 +62,8 @@ def compare_on(
     >>> len(frame), float(frame["total_variation"].max())
     (9, 0.0)
     """
+    if max_tokens < 2:
+        raise ValueError(f"`max_tokens` must be 2 or more; got {max_tokens}")
     tokens, n_cut = read_tokens(reference, candidate, documents, max_tokens)
     frame = _read_in_lockstep(reference, candidate, tokens, progress)
     if progress:
@@ -104,6 +107,18 @@ def _read_in_lockstep(
 ) -> pd.DataFrame:
     """Distances at every predicted token of all texts, in their order."""
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
+    for side, network in zip(("reference", "candidate"), networks, strict=True):
+        if not isinstance(network, nn.Module):
+            raise TypeError(
+                f"`{side}` must be a network or as `models.load` gives; got {network!r}"
+            )
+        room = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(tokens, key=lambda name: len(tokens[name]))
+        if room and len(tokens[longest]) > room:
+            raise ValueError(
+                f"document {longest!r} has {len(tokens[longest])} tokens; `{side}` has {room} "
+                "positions: lower `max_tokens`"
+            )
     sizes = [network.config.get_text_config().vocab_size for network in networks]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -130,6 +145,8 @@ def read_tokens(
     max_tokens: int | None = None,
 ) -> tuple[dict[str, list[int]], int]:
     """Ids by document, cut at max_tokens, and how many were cut."""
+    if isinstance(documents, str):
+        raise TypeError("`documents` must be a list of texts; got one str")
     given = read_documents() if documents is None else documents
     items = [(str(i), d) if isinstance(d, str) else (d.id, d.text) for i, d in enumerate(given)]
     if not items or len(dict(items)) < len(items):
