@@ -14,6 +14,7 @@ from lossless_lab.pipeline.synchronised import Synchronised, compare_synchronise
 from lossless_lab.statistical.sampler_verdict import judge_sampler
 from lossless_lab.stats.power import n_for_tv
 
+RNG = np.random.default_rng(0)
 SETTINGS = Decoding(max_new_tokens=2, temperature=1.2, top_k=4, stop_token_ids=())
 
 
@@ -100,9 +101,36 @@ def test_it_needs_far_fewer_samples_than_counts_do():
     assert sum(never) == 0  # equal laws never part: no false alarm
 
 
-def test_words_and_bad_input():
+def test_words():
     assert Synchronised(n=299, n_differing=0).word(0.01) == "EQUIVALENT"
     assert Synchronised(n=298, n_differing=0).word(0.01) == "INCONCLUSIVE"
     assert Synchronised(n=1000, n_differing=100).word(0.01) == "DIFFERENT"
-    with pytest.raises(ValueError, match=r"alike; got \(1, 2\) and \(1, 1\)"):
-        compare_synchronised([[1, 2]], [[1]])
+
+
+def test_padding_is_no_agreement():
+    found = compare_synchronised(
+        [[1, 2, -1], [3, -1, -1], [4, 5, 6]], [[1, 2, -1], [3, 7, 8], [9, 5, 6]]
+    )
+    assert (found.n, found.n_differing) == (4, 1)
+
+
+HALF = [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: compare_synchronised([[1, 2]], [[1]]), r"alike; got \(1, 2\) and \(1, 1\)"),
+        (lambda: compare_synchronised([[-1, -1]], [[-1, -1]]), "no token ≥ 0"),
+        (lambda: synchronise([[math.nan, 1]], HALF, 9, rng=RNG), "row 0 sums to nan"),
+        (lambda: synchronise(HALF, [[-0.5, 1.5]], 9, rng=RNG), "smallest entry -0.5"),
+        (lambda: synchronise([[0.7, 0.2]], HALF, 9, rng=RNG), "sums to 0.9"),
+        (lambda: synchronise([0.5, 0.5], [0.5, 0.5], 9, rng=RNG), r"\[n, vocab_size\] alike"),
+        (lambda: synchronise(HALF, [[0.5, 0.25, 0.25]], 9, rng=RNG), r"got \(1, 2\) and \(1, 3\)"),
+        (lambda: synchronise(HALF, HALF, 0, rng=RNG), "`n_seeds` must be at least 1; got 0"),
+        (lambda: Synchronised(n=9, n_differing=0).word(2), "`margin` .* got 2"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -9,6 +9,8 @@ import numpy as np
 from scipy import stats
 
 from lossless_lab.results import Result
+from lossless_lab.statistical.laws import from_probs
+from lossless_lab.stats.power import check_fractions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Synchronised(Result):
 
     def word(self, margin: float) -> str:
         """EQUIVALENT if the upper limit is within the margin, DIFFERENT if the lower is beyond."""
+        check_fractions(margin=margin)
         low, high = self.limits
         return "EQUIVALENT" if high <= margin else "DIFFERENT" if low > margin else "INCONCLUSIVE"
 
@@ -51,6 +54,13 @@ class Synchronised(Result):
 def compare_synchronised(reference_ids: Any, candidate_ids: Any) -> Synchronised:
     """Samples of the same seeds, row by row [n, n_tokens]; what follows a difference is left out.
 
+    So is padding: what is below 0 on either side.
+
+    Raises
+    ------
+    ValueError
+        When the shapes differ, or nothing but padding is there.
+
     >>> str(compare_synchronised([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 9]]))
     '1 of 5 tokens differ under shared noise: TV at least 0.00513 and at most 0.657'
     """
@@ -60,8 +70,11 @@ def compare_synchronised(reference_ids: Any, candidate_ids: Any) -> Synchronised
             f"`reference_ids` and `candidate_ids` must be [n, n_tokens] alike; got {a.shape} and "
             f"{b.shape}"
         )
-    parted = a != b
-    same_context = np.cumsum(parted, 1) - parted == 0
+    there = (a >= 0) & (b >= 0)
+    if not there.any():
+        raise ValueError("`reference_ids` and `candidate_ids` hold no token ≥ 0 at one place")
+    parted = there & (a != b)
+    same_context = there & (np.cumsum(parted, 1) - parted == 0)
     return Synchronised(n=int(same_context.sum()), n_differing=int(parted.any(1).sum()))
 
 
@@ -70,16 +83,28 @@ def synchronise(
 ) -> Synchronised:
     """The same between two laws per context [n, vocab_size], each tried with `n_seeds` noises.
 
+    Raises
+    ------
+    ValueError
+        When a row is no law, the shapes differ, or `n_seeds` is below 1.
+
     >>> p, q = [[0.7, 0.2, 0.1]], [[0.6, 0.4, 0.0]]  # TV .2, so D from .2 to .333
     >>> found = synchronise(p, q, 20_000, rng=np.random.default_rng(0))
     >>> 0.2 <= found.n_differing / found.n <= 0.334
     True
     """
-    reference_probs, candidate_probs = (
-        np.asarray(side, dtype=float) for side in (reference_probs, candidate_probs)
-    )
+    sides = [np.asarray(side) for side in (reference_probs, candidate_probs)]
+    if sides[0].shape != sides[1].shape or sides[0].ndim != 2 or not sides[0].size:
+        raise ValueError(
+            f"`reference_probs` and `candidate_probs` must be [n, vocab_size] alike; got "
+            f"{sides[0].shape} and {sides[1].shape}"
+        )
+    if not n_seeds >= 1:
+        raise ValueError(f"`n_seeds` must be at least 1; got {n_seeds}")
+    for side in sides:
+        from_probs(side)
     differing = 0
-    for p, q in zip(reference_probs, candidate_probs, strict=True):
+    for p, q in zip(*sides, strict=True):
         there = (p > 0) | (q > 0)
         race = rng.exponential(size=(n_seeds, there.sum()))
         with np.errstate(divide="ignore"):
