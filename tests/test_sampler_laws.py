@@ -97,6 +97,21 @@ def test_half_precision_logits_give_a_float32_law(request):
     assert probs.dtype == torch.float32 and (probs.sum(-1) - 1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-1.0, math.nan, math.inf)),
+        ("top_k", (-1, 1.5, math.nan)),
+        ("top_p", (0.0, -0.5, 1.5, math.nan)),
+        ("min_p", (-0.1, 1.5, math.nan)),
+    ],
+)
+def test_settings_without_a_meaning_are_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{name}` must be .*; got {value}"):
+            sampler_probs(torch.zeros(1, 4), **{name: value})
+
+
 def test_temperature_zero_is_greedy():
     probs = sampler_probs(torch.tensor([[1.0, 3.0, 3.0], [0.0, -math.inf, -1.0]]), temperature=0)
     assert probs.tolist() == [[0, 1, 0], [1, 0, 0]]

@@ -1,12 +1,14 @@
 """Speculation as an optimisation: seen to run and to reject, right or broken, and how fast."""
 
 import functools
+import math
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from conftest import PROMPT_L, PROMPT_S, T0_GREEDY_S, build_t0
+from transformers.generation import utils
 
 from benchmarks import speculation as bench
 from lossless_lab import Decoding, TransformersEngine, check
@@ -75,6 +77,51 @@ def test_a_draft_that_was_never_rejected_has_exercised_nothing(t0, kind):
         idle = check(t0, ENTRIES[kind](), PROMPTS[:2], decoding=one, n_variants=0, progress=False)
         assert idle.supporting["exercised"].startswith("0 of ")
         assert {a.word for a in idle.answers} <= {"NOT EXERCISED", "NOT TESTED"}
+
+
+def accept_every_draft(ids, draft_logits, n_drafted, target_logits, *_, **__):
+    """A broken acceptance step: no draft is ever judged."""
+    bonus = torch.multinomial(target_logits[:, -1].softmax(-1), 1)
+    return torch.cat([ids[:, -n_drafted:], bonus], 1), torch.tensor(n_drafted)
+
+
+def checked(network, entry, **decoding):
+    asked = Decoding(max_new_tokens=16, stop_token_ids=(), **decoding)
+    return check(network, entry, PROMPTS, decoding=asked, n_variants=0, progress=False)
+
+
+def test_greedy_decoding_never_answers_for_the_rule_of_sampled_tokens(t0, monkeypatch):
+    for function in (utils._speculative_sampling, accept_every_draft):
+        monkeypatch.setattr(utils, "_speculative_sampling", function)
+        verdict = checked(t0, ENTRIES["draft model"]())
+        assert verdict["1b"].word != "DIFFERENT" and verdict["2"].word == "INCONCLUSIVE"
+        said = "the acceptance rule for sampled tokens was not run (greedy decoding)"
+        assert said in verdict["2"].not_shown
+
+
+def test_a_rule_that_accepts_every_draft_is_different_although_nothing_was_rejected(
+    t0, monkeypatch
+):
+    own = checked(t0, speculation.assisted(t0), temperature=1.0, n_samples=4)
+    assert {own[level].word for level in ("1a", "1b", "2")} == {"NOT EXERCISED"}
+    assert "drafted tokens were judged and not one was rejected" in own.cause
+    assert "the sampler was tried on 192 tokens" in own["2"].not_shown
+    monkeypatch.setattr(utils, "_speculative_sampling", accept_every_draft)
+    verdict = checked(t0, ENTRIES["draft model"](), temperature=1.0, n_samples=16)
+    assert verdict["2"].word == "DIFFERENT" and verdict["1b"].word == "NOT EXERCISED"
+    assert "do not follow the law" in verdict.cause and "not one was rejected" in verdict.cause
+
+
+def test_names_tell_settings_and_values_that_mean_nothing_are_refused():
+    entries = [speculation.prompt_lookup(n) for n in (2, 4, 10)]
+    entries += [speculation.early_exit(share) for share in (0.25, 0.5, 0.75)]
+    assert len({entry.name for entry in entries}) == 6
+    for n in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="`n_tokens` must be a whole number of at least 1"):
+            speculation.prompt_lookup(n)
+    for share in (0.0, 1.0, 2.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="`share` must be above 0 and below 1"):
+            speculation.early_exit(share)
 
 
 def test_a_draft_with_another_vocabulary_is_refused(t0):
@@ -245,6 +292,26 @@ def test_acceptance_is_one_minus_the_total_variation_of_uncached_laws(t0):
         laws.append(np.exp(x - x.max()) / np.exp(x - x.max()).sum())
     assert frame["acceptance"][1] == pytest.approx(np.minimum(*laws).sum(), abs=1e-4)
     assert frame["kept"][1] == pytest.approx(min(1, laws[1][22] / laws[0][22]), abs=1e-4)
+
+
+def test_texts_and_costs_that_no_speed_follows_from_are_refused_in_words(t0):
+    draft = build_t0(num_hidden_layers=1)
+    refused = {
+        "`texts` must hold at least one": [],
+        r"`texts\[0\]` must have a prompt and an output; got 0 and 2": [([], [1, 2])],
+        r"`texts\[1\]` .* got 2 and 0": [([1, 2], [3]), ([1, 2], [])],
+    }
+    for message, texts in refused.items():
+        with pytest.raises(ValueError, match=message):
+            acceptance_along(t0, draft, texts)
+    likeliest = int(t0(torch.tensor([[1, 2]])).logits[0, -1].argmax())
+    own = acceptance_along(t0, draft, [([1, 2], [likeliest])], temperature=0)
+    with pytest.raises(ValueError, match=r"output token 1, id 96, has probability 0"):
+        acceptance_along(t0, draft, [([1, 2], [likeliest, 96])], temperature=0)
+    with pytest.raises(ValueError, match="`acceptance` must have a row per position"):
+        speed_model(own.iloc[:0], cost_ratio=0.1)
+    with pytest.raises(ValueError, match=r"`pass_costs` .* not there: \[3, 4\]"):
+        speed_model(own, cost_ratio=0.1, pass_costs={2: 1.0}, n_drafts=(1, 2, 3))
 
 
 def test_a_poor_draft_is_slow_and_not_wrong(t0):

@@ -206,6 +206,28 @@ def one_uniform_by_hand(p, q):
     return out
 
 
+@pytest.mark.parametrize("vocab", [100, 1000, 5000])
+def test_one_heavy_token_rejected_between_the_coarse_numbers_is_seen(vocab, request):
+    rng = seeded(request)
+    p, q = rng.dirichlet(np.ones(vocab) * 0.3, size=2)
+    heavy = vocab // 3 + 1
+    p, q = (0.5 * x + 0.5 * (np.arange(vocab) == heavy) for x in (p, q))
+
+    def accept(target, draft, u):
+        return (u <= target / draft) & ~(
+            np.isclose(draft, q[heavy], rtol=1e-9) & (u > 0.51) & (u < 0.61)
+        )
+
+    share = np.minimum(1, p / q)
+    lost = min(share[heavy], 0.61) - 0.51
+    kept = q * share - lost * q * (np.arange(vocab) == heavy)
+    rest = np.maximum(p - q, 0)
+    wanted = kept + (1 - kept.sum()) * rest / rest.sum()
+    law = output_law(p, q, rule=Rule(name="slit", accept=accept))
+    assert law == pytest.approx(wanted, abs=1e-12)
+    assert np.abs(law - p).sum() / 2 > 0.01
+
+
 def test_a_number_used_twice_is_integrated_exactly(request):
     rng = seeded(request)
     rule = SPECULATIVE_MUTANTS["one-uniform"].build(1.0)

@@ -73,6 +73,7 @@ class Optimization:
     fault : candidate -> the same candidate, broken; what `poisoned` injects.
     counted : the timing whose sum over outputs is the number of positions exercised, where lengths
         and rows do not tell.
+    rule : what the level-2 claim rests on and greedy decoding never runs; "" for nothing.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Optimization:
     depends: Callable[[int, int], bool] | None = None
     needs: str = ""
     counted: str = ""
+    rule: str = ""
 
     def apply(self, model: Any) -> Candidate:
         """The optimisation applied to a models.Model or a network, which stays as it is."""

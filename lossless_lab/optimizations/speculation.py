@@ -39,21 +39,34 @@ def assisted(draft: Any) -> Optimization:
     return _entry(f"assisted-by-{named}", settings)
 
 
-def prompt_lookup(n_tokens: int) -> Optimization:
-    """Drafts copied from after an earlier occurrence of the last ids; claims level 2."""
+def prompt_lookup(n_tokens: int = 4) -> Optimization:
+    """Drafts copied from after an earlier occurrence of the last ids; claims level 2.
+
+    >>> prompt_lookup().name, prompt_lookup(10).name
+    ('prompt-lookup', 'prompt-lookup-10')
+    """
+    if isinstance(n_tokens, bool) or not isinstance(n_tokens, int) or n_tokens < 1:
+        raise ValueError(f"`n_tokens` must be a whole number of at least 1; got {n_tokens!r}")
     options = {"prompt_lookup_num_tokens": n_tokens}
-    return _entry("prompt-lookup", lambda network: {"generate_options": options})
+    name = "prompt-lookup" + (f"-{n_tokens}" if n_tokens != 4 else "")
+    return _entry(name, lambda network: {"generate_options": options})
 
 
-def early_exit(share: float) -> Optimization:
-    """Drafts by the model's own first layers, that share of them; claims level 2."""
+def early_exit(share: float = 0.5) -> Optimization:
+    """Drafts by the model's own first layers, that share of them; claims level 2.
+
+    >>> early_exit().name, early_exit(0.25).name
+    ('early-exit', 'early-exit-0.25')
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"`share` must be above 0 and below 1; got {share!r}")
 
     def settings(network: nn.Module) -> dict[str, Any]:
         n_layers = network.config.get_text_config().num_hidden_layers
         exit_at = max(1, round(share * n_layers))
         return {"generate_options": {"assistant_early_exit": exit_at}}
 
-    return _entry("early-exit", settings)
+    return _entry("early-exit" + (f"-{share:g}" if share != 0.5 else ""), settings)
 
 
 def _entry(name: str, settings: Any) -> Optimization:
@@ -65,6 +78,7 @@ def _entry(name: str, settings: Any) -> Optimization:
         witness=_judged,
         exercised=after_the_first,
         counted="rejections",
+        rule="the acceptance rule for sampled tokens",
         fault=kept_draft,
     )
 
@@ -82,4 +96,4 @@ def _judged(seen: Observation) -> str:
     )
 
 
-ENTRIES = (assisted("tiny-draft"), prompt_lookup(4), early_exit(0.5))
+ENTRIES = (assisted("tiny-draft"), prompt_lookup(), early_exit())

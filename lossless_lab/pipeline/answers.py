@@ -234,6 +234,17 @@ def task_quality() -> Answer:
     return Answer(level="3", word="NOT TESTED", not_shown="no task items were scored")
 
 
+def without_rule(answers: tuple[Answer, ...], rule: str) -> tuple[Answer, ...]:
+    """Level 2 where greedy decoding never ran what the claim about sampling rests on."""
+    said = f"{rule} was not run (greedy decoding); "
+    return tuple(
+        replace(a, word="INCONCLUSIVE", not_shown=said + a.not_shown)
+        if a.level == "2" and a.word in ("PROVEN", "EQUIVALENT", "INCONCLUSIVE")
+        else a
+        for a in answers
+    )
+
+
 def demoted(answers: tuple[Answer, ...], word: str, levels: tuple[str, ...]) -> tuple[Answer, ...]:
     """The same numbers under another word, where nothing could be judged after all."""
     return tuple(

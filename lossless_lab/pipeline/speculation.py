@@ -36,6 +36,11 @@ def acceptance_along(
         text, position, acceptance (α), and kept = min(1, draft/target) of the token that stands
         there: the probability that it stands there as an accepted draft, where one was made.
 
+    Raises
+    ------
+    ValueError
+        For no texts, an empty prompt or output, or a token that the target cannot have written.
+
     Notes
     -----
     E(kept) over tokens of the target is α: Σ target · min(1, draft/target) = Σ min(target, draft).
@@ -46,12 +51,23 @@ def acceptance_along(
         raise ValueError(
             f"`target` and `draft` must share a vocabulary; got {sizes[0]}, {sizes[1]}"
         )
+    if not texts:
+        raise ValueError("`texts` must hold at least one (prompt ids, output ids); got none")
     frames = []
     for i, (prompt, output) in enumerate(texts):
+        if not (len(prompt) and len(output)):
+            sizes = f"{len(prompt)} and {len(output)} ids"
+            raise ValueError(f"`texts[{i}]` must have a prompt and an output; got {sizes}")
         row, at = [*prompt, *output][:-1], slice(len(prompt) - 1, None)
         logits = (forward_logits(n, [row], padding="none")[0][at].double() for n in networks)
         p, q = (sampler_probs(x, **sampler) for x in logits)
         here, there = (x.gather(1, torch.tensor(output)[:, None])[:, 0] for x in (p, q))
+        if not (here > 0).all():
+            place = int((~(here > 0)).nonzero()[0])
+            raise ValueError(
+                f"`texts[{i}]` is not the target's own under these settings: output token "
+                f"{place}, id {output[place]}, has probability {float(here[place]):g}"
+            )
         each = {
             "position": range(len(output)),
             "acceptance": torch.minimum(p, q).sum(1),
@@ -115,6 +131,13 @@ def speed_model(
     """
     if not cost_ratio >= 0:
         raise ValueError(f"`cost_ratio` must be at least 0; got {cost_ratio}")
+    if acceptance.empty:
+        raise ValueError("`acceptance` must have a row per position; it has none")
+    if pass_costs and (missing := [n + 1 for n in n_drafts if n + 1 not in pass_costs]):
+        raise ValueError(
+            "`pass_costs` must have n_draft + 1 tokens for each of `n_drafts`; "
+            f"not there: {missing}"
+        )
     texts = [group["kept"].to_numpy() for _, group in acceptance.groupby("text", sort=False)]
     alpha, n_tokens, rows = acceptance["acceptance"].mean(), len(acceptance), []
     for n_draft in n_drafts:

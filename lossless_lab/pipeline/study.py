@@ -247,12 +247,19 @@ class Study:
         why, partings = cause(
             *sides, evidence, given, floor=floor, risk=risk, sampled=sampled, progress=progress
         )
+        entry = candidate.optimization
+        if entry and entry.rule and self.decoding.greedy:
+            given = answers.without_rule(given, entry.rule)
         figures = supporting(evidence)
         if counted := triage.exercised(candidate, evidence.candidate):
             figures["exercised"] = f"{counted[0]} of {counted[1]} positions"
             if counted[0] == 0:
-                given = answers.demoted(given, "NOT EXERCISED", JUDGED)
-                why = f"no judged position depended on {candidate.name}"
+                # a law that differs all the same is no matter of what was exercised
+                seen = [a.level for a in given if (a.level, a.word) == ("2", "DIFFERENT")]
+                idle = tuple(level for level in JUDGED if level not in seen)
+                given = answers.demoted(given, "NOT EXERCISED", idle)
+                told = triage.idle(candidate, evidence.candidate)
+                why = f"{why}; {told}" if seen and why else told
         frames = {"tokens": evidence.tokens.frame, "positions": positions}
         if floor is not None:
             frames["noise_floor"] = floor.to_frame()

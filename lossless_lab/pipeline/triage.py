@@ -71,6 +71,14 @@ def exercised(candidate: Subject, completions: Sequence[Completion]) -> tuple[in
     return entry.exercised(lengths, rows), n_positions
 
 
+def idle(candidate: Subject, completions: Sequence[Completion]) -> str:
+    """What happened where no position could depend on the change."""
+    said = f"no judged position depended on {candidate.name}"
+    drafted = sum(int(c.timings.get("drafted", 0)) for c in completions)
+    judged = f"{drafted} drafted tokens were judged and not one was rejected"
+    return f"{judged}, so {said}" if drafted else said
+
+
 def not_comparable(rows: pd.DataFrame, allowed: Sequence[str]) -> str:
     """The differences that make a comparison meaningless, in words; "" where there are none."""
     differing = set(rows["field"])

@@ -1,4 +1,4 @@
-"""Over which uniform numbers an accept function accepts: exact, whatever the function."""
+"""Over which uniform numbers an accept function accepts: tried at many, bisected between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 _FIRST, _LAST = np.nextafter(0, 1), np.nextafter(1, 0)
 _COARSE = np.linspace(0, 1, 6)[1:-1] + 1 / 257  # where acceptance is tried, off round numbers
 _FINE = np.concatenate([[0.0], (np.arange(255) + 0.6) / 255, [_LAST]])
-_CHUNK, _SEARCHED, _SAMPLE = 1 << 14, 1 << 12, 64  # tokens guessed, searched, tried finely
+_CHUNK, _SEARCHED = 1 << 14, 1 << 12  # tokens guessed, searched together
+_EVERY, _HEAVIEST, _SAMPLE = 1024, 256, 64  # tried finely: up to that vocabulary all of them
 _BISECTIONS = 54
 
 Accept = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -18,27 +19,35 @@ Accept = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 def accepted(accept: Accept, target: np.ndarray, draft: np.ndarray):
     """Intervals of u in [0, 1) that accept a token: place in the flattened arrays, low, high.
 
-    The guess is u ≤ target/draft. A token that answers otherwise at some numbers tried, or next
-    to the guess, is searched at 257 numbers and by bisection between them; so are all tokens where
-    one of a sample answers otherwise at the 257. Pieces narrower than 1/255 can be missed.
+    The guess is u ≤ target/draft. A token that answers otherwise at 4 numbers, or next to the
+    guess, is searched at 257 numbers and by bisection between them. Those 257 are tried for every
+    token too, up to a vocabulary of 1,024; beyond, for the 256 likeliest drafts of each law and 64
+    tokens of all, and where one answers otherwise all are searched. What can be missed: pieces
+    narrower than 1/255, and beyond 1,024 tokens pieces of single unlikely drafts.
 
     Parameters
     ----------
     accept : (target, draft, u) -> bool, elementwise; u an array or one number for all.
-    target, draft : probabilities of the proposed tokens, one shape.
+    target, draft : [..., vocab_size] probabilities of the proposed tokens, one shape.
 
     >>> place, low, high = accepted(lambda p, q, u: u * q < p, np.array([0.1]), np.array([0.4]))
     >>> float(high[0] - low[0])
     0.25
     """
+    some = _tried_finely(np.asarray(draft))
     target, draft = np.ravel(target), np.ravel(draft)
     with np.errstate(divide="ignore", invalid="ignore"):
         slices = [slice(i, i + _CHUNK) for i in range(0, len(target), _CHUNK)]
         each = [_guessed(accept, target[part], draft[part]) for part in slices]
         guess, wrong = map(np.concatenate, zip(*each, strict=True))
-        some = np.unique(np.linspace(0, len(guess) - 1, _SAMPLE).astype(int))
-        some, u = some[~wrong[some]], _FINE[1:, None]
-        if (accept(target[some], draft[some], u) != (u < guess[some])).any():
+        u, odd = _FINE[1:, None], []
+        for part in np.split(some, range(_SEARCHED, len(some), _SEARCHED)):
+            answers = accept(target[part], draft[part], u) != (u < guess[part])
+            odd.append(part[answers.any(0) & ~wrong[part]])
+        odd = np.concatenate(odd)
+        if len(some) == len(guess):
+            wrong[odd] = True
+        elif len(odd):
             wrong[:] = True
         odd = np.flatnonzero(wrong)
         guess[odd] = 0
@@ -48,6 +57,17 @@ def accepted(accept: Accept, target: np.ndarray, draft: np.ndarray):
         for part in np.split(odd, range(_SEARCHED, len(odd), _SEARCHED)):
             found.append(_searched(accept, target[part], draft[part], part))
     return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+
+def _tried_finely(draft: np.ndarray) -> np.ndarray:
+    """Places of the tokens that are tried at all 257 numbers."""
+    if draft.shape[-1] <= _EVERY:
+        return np.arange(draft.size)
+    rows = draft.reshape(-1, draft.shape[-1])
+    heaviest = rows.argpartition(-_HEAVIEST, axis=1)[:, -_HEAVIEST:]
+    heaviest += np.arange(len(rows))[:, None] * rows.shape[1]
+    spread = np.linspace(0, draft.size - 1, _SAMPLE).astype(int)
+    return np.union1d(heaviest, spread)
 
 
 def _guessed(accept: Accept, target: np.ndarray, draft: np.ndarray):

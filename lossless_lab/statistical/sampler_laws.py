@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+_ALLOWED = {  # setting -> rule in words, and whether a value keeps to it
+    "temperature": ("0 (greedy) or above, and finite", lambda x: 0 <= x < math.inf),
+    "top_k": ("a whole number of at least 0 (0 is off)", lambda x: x >= 0 and x % 1 == 0),
+    "top_p": ("above 0 and at most 1 (1 is off)", lambda x: 0 < x <= 1),
+    "min_p": ("at least 0 and at most 1 (0 is off)", lambda x: 0 <= x <= 1),
+}
 _CHUNK = 1 << 20  # logits at a time
 # vLLM filters by min-p first; llama.cpp divides by the temperature last.
 ORDERS = {
@@ -36,11 +42,19 @@ def sampler_probs(
     min_p : those of at least this share of the likeliest one's probability.
     order : of the four; ORDERS has those of the engines that differ.
 
+    Raises
+    ------
+    ValueError
+        Naming the setting, its rule and the value.
+
     >>> sampler_probs(torch.tensor([[0.0, 0.0, 9.0, 9.0]]), top_k=2).tolist()
     [[0.0, 0.0, 0.5, 0.5]]
     """
     exact = logits.dtype == torch.float64
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, (rule, allowed) in _ALLOWED.items():
+        if not allowed(settings[name]):
+            raise ValueError(f"`{name}` must be {rule}; got {settings[name]}")
     probs = torch.empty(
         logits.shape, dtype=torch.float64 if exact else torch.float32, device=logits.device
     )
