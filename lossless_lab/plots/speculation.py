@@ -57,7 +57,7 @@ def convergence(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         drawn = line(ax, str(name), rows["n"], rows["total_variation"], marker=".", label=str(name))
         exact = rows["exact"].iloc[0] if "exact" in rows else 0
         if exact > 0:
-            look = {"color": drawn.get_color(), "linestyle": ":", "label": "_exact"}
+            look = {"color": drawn.get_color(), "linestyle": ":", "label": f"exact TV: {name}"}
             line(ax, f"{name}: exact", [rows["n"].min(), rows["n"].max()], [exact] * 2, **look)
     ax.set(xscale="log", yscale="log", xlabel="draws (log scale)")
     ax.set_ylabel("empirical total variation\nto the target (log scale)")
