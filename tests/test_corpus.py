@@ -276,7 +276,7 @@ def test_bad_input_is_named(t0, pair):
             compare_on(*pair, TEXTS, max_tokens=n)
     with pytest.raises(TypeError, match="`documents` must be a list of texts; got one str"):
         compare_on(*pair, "a text")
-    with pytest.raises(TypeError, match=r"`candidate` must be a network or as .* got 'tiny-draft'"):
+    with pytest.raises(TypeError, match=r"`candidate` must be a network or .* got 'tiny-draft'"):
         compare_on(reference, "tiny-draft", TEXTS)
 
 

@@ -250,7 +250,9 @@ def test_other_documents_and_frames_without_a_value_are_refused(frame, tiny_targ
     first = frame[frame["document"] == DOCUMENTS[0].id]
     swapped = [DOCUMENTS[0].model_copy(update={"text": DOCUMENTS[3].text})]
     for documents in (DOCUMENTS[1:], swapped):
-        with pytest.raises(ValueError, match="`documents` must be those of `frame`; it has token"):
+        with pytest.raises(
+            ValueError, match="`documents` must be those of `frame`; they lack its token"
+        ):
             failures.worst_tokens(first, tiny_target, documents)
     holes = first.assign(**{KL: first[KL].where(first["position"] != 5)})
     assert failures.worst_tokens(holes, tiny_target, DOCUMENTS)["position"][0] == 5

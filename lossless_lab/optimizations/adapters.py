@@ -113,10 +113,9 @@ def _adapters(network: nn.Module) -> dict[str, nn.Module]:
 @torch.no_grad()
 def _adds(module: nn.Module) -> bool:
     """Whether an adapter's layer gives anything else than the layer that it stands beside."""
-    base = module.base_layer
-    x = torch.randn(4, base.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    x = x.to(base.weight)
-    return not torch.equal(module(x), base(x))
+    weight = module.base_layer.weight
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    return not torch.equal(module(x), module.base_layer(x))
 
 
 ENTRIES = (merged(),)

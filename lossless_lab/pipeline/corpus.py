@@ -109,16 +109,11 @@ def _read_in_lockstep(
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
     for side, network in zip(("reference", "candidate"), networks, strict=True):
         if not isinstance(network, nn.Module):
-            raise TypeError(
-                f"`{side}` must be a network or as `models.load` gives; got {network!r}"
-            )
-        room = getattr(network.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(tokens, key=lambda name: len(tokens[name]))
-        if room and len(tokens[longest]) > room:
-            raise ValueError(
-                f"document {longest!r} has {len(tokens[longest])} tokens; `{side}` has {room} "
-                "positions: lower `max_tokens`"
-            )
+            raise TypeError(f"`{side}` must be a network or result of `load`; got {network!r}")
+        room = getattr(network.config.get_text_config(), "max_position_embeddings", np.inf)
+        if long := [name for name, ids in tokens.items() if len(ids) > room]:
+            where = f"document {long[0]!r} has {len(tokens[long[0]])} tokens"
+            raise ValueError(f"{where}; `{side}` has {room} positions: lower `max_tokens`")
     sizes = [network.config.get_text_config().vocab_size for network in networks]
     if sizes[0] != sizes[1]:
         raise ValueError(

@@ -101,10 +101,8 @@ def _ranked(frame: pd.DataFrame, measure: str, tokens: Mapping[str, list[int]]) 
         raise ValueError(f"`frame` has no value of {measure} besides NaN: nothing to rank")
     for row in frame[["document", "position", "token_id"]].itertuples(index=False):
         if tokens.get(row.document, ())[row.position + 1 : row.position + 2] != [row.token_id]:
-            raise ValueError(
-                f"`documents` must be those of `frame`; it has token {row.token_id} after position "
-                f"{row.position} of {row.document!r}, which they have not"
-            )
+            place = f"token {row.token_id} after position {row.position} of {row.document!r}"
+            raise ValueError(f"`documents` must be those of `frame`; they lack its {place}")
     order = np.argsort(-frame[measure].fillna(np.inf).to_numpy(np.float64), kind="stable")
     return frame.iloc[order]
 

@@ -25,8 +25,8 @@ def format_ladder(
         column chosen (bool) marks one format.
     floors : name -> mean KL of what is harmless, a line each; those far below are named only.
     """
-    shown = frame.assign(bits_per_weight=frame["bits_per_weight"].round(2))  # as is written
-    frame = shown.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
+    frame = frame.round({"bits_per_weight": 2})  # as is written
+    frame = frame.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
     for artist in list(ax.collections):
         artist.remove()
     x, y = frame["mean_kl_nats"].to_numpy(dtype=float), np.arange(len(frame))
@@ -36,10 +36,9 @@ def format_ladder(
     left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * max(x.max(), 1e-9)
     for i, (name, value) in enumerate((floors or {}).items()):
         left = min(left, value / 2) if value > left / 30 else left
-        drawn = value > left
-        label = f"{name} {value:.1g}" + " (off scale)" * (not drawn)
-        look = {"color": COLOURS["guide"], "label": label}
-        look["linestyle"] = ("-", "--", ":")[i % 3] if drawn else ""
+        label = f"{name} {value:.1g}" + ("" if value > left else " (off scale)")
+        dashes = ("-", "--", ":")[i % 3] if value > left else ""
+        look = {"color": COLOURS["guide"], "linestyle": dashes, "label": label}
         line(ax, name, [value, value], [-0.6, len(y) - 0.4], **look)
     look = {"linestyle": "", "color": COLOURS["candidate"], "clip_on": False}
     line(ax, "formats", x[x > 0], y[x > 0], marker="o", label="_formats", **look)
@@ -151,8 +150,7 @@ def cost_curves(
             wide = bool(0 < 5 * values.min() <= values.max())
             ax.set(**{f"{axis}scale": "log" if wide else "linear"})
             ax.set(**{f"{axis}label": label + ", log scale" * wide})
-        if ax.get_yscale() == "linear":
-            ax.set_ylim(bottom=0)
+        ax.set_ylim(bottom=None if wide else 0)  # of y, which came last
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
         legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
