@@ -28,7 +28,8 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from lossless_lab import Decoding, compare_layers, kv_cache_bytes, models, mutants, prompts
+from lossless_lab import Decoding, compare_layers, figures, kv_cache_bytes, models, mutants, plots
+from lossless_lab import prompts as prompt_files
 from lossless_lab.engines import TransformersEngine
 from lossless_lab.engines.protocol import complete
 from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS
@@ -46,7 +47,7 @@ N_TOKENS = 24
 # %%
 model, draft = models.load(MODEL), models.load(DRAFT)
 with warnings.catch_warnings(action="ignore"):  # long prompts are left out on purpose
-    asked = prompts.tokenize(prompts.read(), model, max_prompt_tokens=96)[:N_PROMPTS]
+    asked = prompt_files.tokenize(prompt_files.read(), model, max_prompt_tokens=96)[:N_PROMPTS]
 rows = {prompt.id: list(prompt.ids) for prompt in asked}
 greedy = Decoding(max_new_tokens=N_TOKENS)
 pd.options.display.float_format = "{:.3g}".format
@@ -101,6 +102,10 @@ drift = compare_layers(model, network, ids)
 print(drift)
 residual = drift.to_frame().query("module == 'residual'")
 assert residual.query("rms_difference > 0")["layer"].min() == 2
+
+# %%
+ax = plots.layer_drift(residual, ax=plots.axes())
+print(figures.save(ax.figure, "10_layers", residual, {"model": MODEL, "fault": "layer 2"}))
 
 # %% [markdown]
 # **Remedy.** The layer's residual restored (here: the network loaded anew) and the settings equal:
