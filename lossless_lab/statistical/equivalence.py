@@ -229,9 +229,17 @@ def _low(possible: np.ndarray, preferred: Callable, lowest: Callable, *counts: n
         sets = sets[:-1][sets[:-1].any(1)]
         return lowest(sets, 1 / max(len(sets), 1), *counts).max(initial=0.0)
     coins = np.random.default_rng(zlib.crc32(np.stack(counts).tobytes()))
-    first = [coins.binomial(c, 0.5, (_N_SPLITS, len(c))) for c in counts]
+    first = [_halves(c, coins) for c in counts]
     second = [c - f for c, f in zip(counts, first, strict=True)]
     return float(np.median(lowest(preferred(*first), 0.5, *second)))
+
+
+def _halves(counts: np.ndarray, coins: np.random.Generator) -> np.ndarray:
+    """binomial(counts, ½), once per split; for fewer than 64 draws the ones among random bits."""
+    few, size = counts < 64, (_N_SPLITS, len(counts))
+    masks = (np.uint64(1) << np.where(few, counts, 0).astype(np.uint64)) - np.uint64(1)
+    ones = np.bitwise_count(coins.integers(0, 1 << 64, size, dtype=np.uint64) & masks)
+    return np.where(few, ones, coins.binomial(np.where(few, 0, counts), 0.5, size))
 
 
 def _share_limit(counts: np.ndarray, sets: np.ndarray, alpha: float) -> np.ndarray:
