@@ -191,11 +191,15 @@ def test_b07_a_greedy_draft_judged_by_its_softmax():
 
 
 def test_rounds_of_drafts_are_counted_and_the_network_left_alone(t0, draft):
-    own = set(vars(t0))
-    engine = TransformersEngine(t0, assistant=draft)
+    own, ids = set(vars(t0)), torch.tensor([PROMPT_S])
+    told = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with counted_drafts(t0) as rounds:
-        (done,) = engine.generate([PROMPT_S], Decoding(max_new_tokens=12), seed=0)
-    assert set(vars(t0)) == own
+        whole = t0.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **told)
+    assert set(vars(t0)) == own and whole.shape[1] == len(PROMPT_S) + 12
+    (done,) = TransformersEngine(t0, assistant=draft).generate(
+        [PROMPT_S], Decoding(max_new_tokens=12), seed=0
+    )
+    assert set(vars(t0)) == own and done.timings["rounds"] == len(rounds)
     assert sum(accepted + 1 for _, accepted in rounds) == len(done.output_ids) == 12
     assert all(0 <= accepted <= drafted for drafted, accepted in rounds)
 
