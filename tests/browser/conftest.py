@@ -1,11 +1,11 @@
-"""One JupyterLab and one Chromium for all browser tests."""
+"""One JupyterLab and one Chromium at a time: playwright allows a single one."""
 
 import pytest
 from cells import COMPARE, RAISING, TWO_AXES, WHICH_LEVEL_BREAKS
 from lab import CHROMIUM, Notebook, chromium, server, write_notebook
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     """A notebook with four panels, cells 0 to 3, run in JupyterLab."""
     if not CHROMIUM.exists():
