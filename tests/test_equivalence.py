@@ -163,7 +163,11 @@ def test_the_draws_needed_are_enough_and_not_many_too_many():
         n = bound.n_needed(0.01)
         highs = [equivalence._perfect(bound, m) for m in (n, 0.98 * n)]
         assert highs[0] <= 0.01 < highs[1]
+        tiny = bound.n_needed(1e-7)
+        assert tiny == pytest.approx(bound.n_needed(2e-4) * 4e6, rel=0.01)
     assert bound.n_needed(0.97) <= 2
+    certain = tv_upper_bound([5, 0], [1, 0])
+    assert certain.n_needed(1e-12) == pytest.approx(math.log(20) * 1e12, rel=0.01)
 
 
 def test_a_perfect_sampler_gets_the_bound_that_is_printed_beside(rng):

@@ -110,6 +110,13 @@ def test_one_impossible_token_is_a_finding_by_itself(request):
     assert sampler_fit([(logits, outside)], top_p=0.5, rng=rng).n_impossible == 16
 
 
+def test_a_logit_that_is_no_number_is_no_law():
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = math.nan
+    with pytest.raises(ValueError, match="row 1 is no law; its largest logit is nan"):
+        sampler_fit([(logits, [0, 0, 0])], rng=np.random.default_rng(0))
+
+
 def test_no_tokens_reject_nothing():
     fit = sampler_fit([(torch.zeros(0, 4), [])], rng=np.random.default_rng(0))
     assert fit.n_tokens == 0 and not fit.rejected

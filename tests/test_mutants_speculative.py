@@ -139,6 +139,12 @@ def normal_bf16(q):
     return normal([Fraction(bf16(float(x))) for x in q])
 
 
+def typical(p):
+    """Whether each token is kept: above min(.09, .3 e^−entropy) of the target's law."""
+    entropy = -sum(float(x) * math.log(x) for x in p if x)
+    return [Fraction(int(x > min(0.09, 0.3 * math.exp(-entropy)))) for x in p]
+
+
 ORACLES = {
     "resample-from-target": lambda a: standard(a, rest=a.p),
     "target-but-not-the-rejected": lambda a: (
@@ -160,6 +166,7 @@ ORACLES = {
             positive(a.p, a.q),
         ), a.p
     ),
+    "typical-acceptance": lambda a: (*branches(a.q, typical(a.p).__getitem__, a.p), a.p),
     "bonus-from-draft": lambda a: (*standard(a)[:2], a.q),
     "one-uniform": with_one_uniform,
     "one-position-late": lambda a: standard(a, p=a.before),

@@ -200,6 +200,7 @@ def test_mmd_sees_a_difference_of_sequences(rng):
         (lambda: multinomial_fit([], [], rng=RNG), "one per token"),
         (lambda: chi_square_two_samples([1, 2], [1, 2, 3]), "one shape"),
         (lambda: mmd_test([[1, 2]] * 3, [[1]] * 3, rng=RNG), "one width"),
+        (lambda: mmd_test([[1]] * 3, [[1]] * 3, n_resamples=0, rng=RNG), "at least 1; got 0"),
         (lambda: holm([0.1, 1.1]), "got 1.1 at 1"),
         (lambda: chi_square_fit([math.inf, 1], [0.5, 0.5]), r"`counts` .* got inf at \[0\]"),
         (lambda: chi_square_fit([2**53, 2], [0.5, 0.5]), "`counts` must be 2⁵³ draws"),

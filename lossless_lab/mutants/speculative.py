@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from scipy import special
 
 from lossless_lab.statistical.sampler_laws import sampler_probs
 from lossless_lab.statistical.speculative import Position, Roles, Rule, joint_law, processed
@@ -124,6 +125,13 @@ def _bf16(probs: np.ndarray) -> np.ndarray:
     return torch.from_numpy(probs.copy()).bfloat16().double().numpy()
 
 
+def _typical(at: Position) -> np.ndarray:
+    """Target's probabilities over the least one kept: min(.09, .3 e^−entropy)."""
+    p = at.target_probs
+    entropy = special.entr(p).sum(-1, keepdims=True)
+    return p / np.minimum(0.09, 0.3 * np.exp(-entropy))
+
+
 def _mutant(name: str, kind: str, imitates: str, rule: Mapping | Callable, **options):
     """A mutant whose rule has these parts, or those that the function makes of a dose."""
     parts = rule if callable(rule) else lambda dose: rule
@@ -162,6 +170,9 @@ _MUTANTS = (
     _mutant("ensemble", _SEEN, "verification relaxed towards the draft, by design (2604.07622)",
             lambda dose: {"accept": lambda p, q, u: u <= dose + (1 - dose) * p / q},
             unit="weight of the draft", doses=(0.3, 0.1, 0.03, 0.01)),
+    _mutant("typical-acceptance", _SEEN,
+            "any draft kept that the target finds typical, by design (2401.10774)",
+            {**_roles(target=_typical, rest=_target), "accept": lambda p, q, u: (p > 1) | (u < 0)}),
     _mutant("bonus-from-draft", _SEEN, "the token after γ accepted ones is the draft's",
             _roles(bonus=_draft)),
     _mutant("one-uniform", _SEEN, "the number that rejected also draws the replacement",

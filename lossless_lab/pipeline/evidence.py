@@ -124,9 +124,9 @@ def supporting(evidence: Evidence) -> dict[str, Any]:
 
 
 def sampler_of(evidence: Evidence) -> SamplerFit | None:
-    """The candidate's tokens against the laws of its own logits; None under greedy decoding."""
+    """The candidate's tokens against the laws of its own logits; None if greedy, or no laws."""
     d = evidence.decoding
-    if d.greedy:
+    if d.greedy or evidence.undefined:
         return None
     own = [c for c in evidence.candidate if c.logits is not None]
     return sampler_fit(

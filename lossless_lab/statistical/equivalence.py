@@ -21,6 +21,7 @@ from .goodness_of_fit import checked, checked_pair
 _SPLIT_FROM = 100  # draws; with fewer the first limit of `tv_upper_bound` has all the error
 _FEW = 4  # possible tokens, of which all sets are tried; of more, sets are chosen by draws
 _N_SPLITS = 33
+_SMALL = 1e-4  # margin below which numbers of draws are extrapolated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +61,9 @@ class TVBound(Result):
         check_fractions(margin=margin)
         if _perfect(self, 1) <= margin:
             return 1 if self.known else 2
+        if margin < _SMALL:  # there the margin falls as 1/√n, or as 1/n for one possible token
+            power = 2 if (self.law > 0).sum() > 1 or not self.known else 1
+            return math.ceil(self.n_needed(_SMALL) * (_SMALL / margin) ** power)
         enough = ((math.sqrt(len(self.law)) + 3) / margin) ** 2
         log_n = optimize.brentq(
             lambda x: math.log(_perfect(self, math.exp(x)) / margin), 0, math.log(enough), xtol=1e-3

@@ -45,7 +45,7 @@ def sampler_probs(
     Raises
     ------
     ValueError
-        Naming the setting, its rule and the value.
+        Naming the setting, its rule and the value; for a row with NaN or inf, or all −inf.
 
     >>> sampler_probs(torch.tensor([[0.0, 0.0, 9.0, 9.0]]), top_k=2).tolist()
     [[0.0, 0.0, 0.5, 0.5]]
@@ -60,7 +60,12 @@ def sampler_probs(
     )
     rows = max(1, _CHUNK // logits.shape[-1])
     flat = (x.reshape(-1, x.shape[-1]).split(rows) for x in (probs, logits))
-    for out, x in zip(*flat, strict=True):
+    for i, (out, x) in enumerate(zip(*flat, strict=True)):
+        if not (largest := x.amax(-1)).isfinite().all():
+            row = int((~largest.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"`logits`: row {i * rows + row} is no law; its largest logit is {largest[row]}"
+            )
         x = x if exact else x.float()
         for name in order:
             x = _STEPS[name](x, settings[name])

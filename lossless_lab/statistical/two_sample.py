@@ -58,7 +58,8 @@ def mmd_test(
     Raises
     ------
     ValueError
-        When they are not two tables of one width, or hold fewer than two sequences.
+        When they are not two tables of one width, or hold fewer than two sequences, or
+        `n_resamples` is not a whole number of at least 1.
 
     Notes
     -----
@@ -75,6 +76,8 @@ def mmd_test(
             f"`x` and `y` must be [sequences, n_tokens] with one width and two sequences or more; "
             f"got {x.shape} and {y.shape}"
         )
+    if n_resamples < 1 or n_resamples % 1:
+        raise ValueError(f"`n_resamples` must be a whole number of at least 1; got {n_resamples}")
     tokens, n, m = np.concatenate([x, y]), len(x), len(y)
     _, ids = np.unique(tokens, return_inverse=True)
     ids = ids.reshape(tokens.shape) * tokens.shape[1] + np.arange(tokens.shape[1])

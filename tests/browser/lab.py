@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -162,6 +163,40 @@ class Notebook:
     def picture(self, number: int) -> bytes:
         """The bytes of the picture that the page shows in the output of cell `number`."""
         return base64.b64decode(self.image(number).evaluate(_BYTES))
+
+    def settled(self, number: int = 0, panel: str = "panel") -> str:
+        """Text in the output of cell `number`, once its picture is the last one of `panel`.
+
+        A slider that moved twice sends the second move only after the kernel has handled the
+        first, and so perhaps behind the first question: the answer must come twice.
+        """
+        ask = f"import hashlib; print(hashlib.sha256({panel}.png).hexdigest())"
+        before = None
+        for _ in range(200):
+            wanted = self.execute(ask).strip()
+            shown = hashlib.sha256(self.picture(number)).hexdigest()
+            if before == wanted == shown:
+                self.page.evaluate("() => new Promise(requestAnimationFrame)")
+                return self.output(number).inner_text()
+            before = wanted
+            time.sleep(0.05)
+        raise AssertionError("the picture on the page is not the one that the kernel drew last")
+
+    def until(self, text: str, number: int = 0, panel: str = "panel") -> str:
+        """The settled text once it holds `text`."""
+        for _ in range(100):
+            if text in (shown := self.settled(number, panel)):
+                return shown
+            time.sleep(0.1)
+        raise AssertionError(f"{text!r} did not appear: {shown[-500:]}")
+
+    def press(self, place: int, key: str, times: int = 1) -> str:
+        """Press a key on a slider of the first cell; the settled text."""
+        handle = self.slider(0, place)
+        handle.focus()
+        for _ in range(times):
+            handle.press(key)
+        return self.settled()
 
     def watch(self, number: int) -> None:
         """Start to note the times of key presses and of pictures of cell `number`."""

@@ -1,6 +1,5 @@
 """Notebook 04's panel in real JupyterLab in Chromium: format, position and layer by key."""
 
-import hashlib
 import time
 
 import pytest
@@ -32,59 +31,32 @@ def opened(tmp_path_factory):
         yield Notebook(browser, address.format("formats.ipynb"))
 
 
-def settle(notebook):
-    """The text on the page, once the picture on it is the kernel's last one."""
-    ask = "import hashlib; print(hashlib.sha256(panel.png).hexdigest())"
-    for _ in range(200):
-        wanted = notebook.execute(ask).strip()
-        if hashlib.sha256(notebook.picture(0)).hexdigest() == wanted:
-            return notebook.output(0).inner_text()
-        time.sleep(0.1)
-    raise AssertionError("the picture on the page is not the one that the kernel drew last")
-
-
-def wait_for(notebook, text):
-    """The panel's text once it holds `text` and the picture is the last one."""
-    for _ in range(100):
-        if text in (shown := settle(notebook)):
-            return shown
-        time.sleep(0.1)
-    raise AssertionError(f"{text!r} did not appear: {shown[-500:]}")
-
-
-def press(notebook, slider, key, times=1):
-    handle = notebook.slider(0, slider)
-    handle.focus()
-    for _ in range(times):
-        handle.press(key)
-
-
 def test_keys_choose_format_position_and_layer(opened, tmp_path):
     """What it costs, where, and at one position: without a mouse."""
-    first = settle(opened)
+    first = opened.settled()
     assert "int8-channel, 8." in first and "mean KL" in first and "Layer 1: worst matrix" in first
     menu = opened.output(0).locator("select").nth(FORMAT)
     menu.focus()
     menu.press("ArrowDown")
     assert menu.evaluate("e => e === document.activeElement"), "keys stay in the menu"
     menu.press("Enter")
-    wait_for(opened, "int4-group32, 4.5 bits per weight")
+    opened.until("int4-group32, 4.5 bits per weight")
     groups = opened.output(0).locator("select").nth(GROUP)
     groups.focus()
     groups.press("ArrowDown")
     groups.press("Enter")
-    wait_for(opened, "int4-channel, 4.2")
+    opened.until("int4-channel, 4.2")
     groups.select_option("group32")
-    wait_for(opened, "int4-group32, 4.5 bits per weight")
-    press(opened, LAYER, "ArrowRight")
-    wait_for(opened, "Layer 2: worst matrix")
+    opened.until("int4-group32, 4.5 bits per weight")
+    opened.press(LAYER, "ArrowRight")
+    opened.until("Layer 2: worst matrix")
     pictures = {opened.picture(0)}
-    press(opened, POSITION, "ArrowRight", 5)
+    opened.press(POSITION, "ArrowRight", 5)
     for _ in range(50):
         if opened.execute("print(panel.state['position'])").strip() == "5":
             break
         time.sleep(0.1)
-    settle(opened)
+    opened.settled()
     pictures.add(opened.picture(0))
     assert len(pictures) == 2
     opened.page.screenshot(path=str(tmp_path / "format_cost.png"))
@@ -93,11 +65,11 @@ def test_keys_choose_format_position_and_layer(opened, tmp_path):
 def test_weights_that_lay_on_the_grid_are_warned_about_and_errors_stay_in_sight(opened, tmp_path):
     menu = opened.output(0).locator("select").nth(FORMAT)
     menu.select_option("q4_0")
-    shown = wait_for(opened, "WARNING: ")
+    shown = opened.until("WARNING: ")
     assert "matrices lay on this very grid before" in shown
     opened.page.screenshot(path=str(tmp_path / "warned.png"))
     opened.output(0).locator("select").nth(DOCUMENT).select_option(index=3)
-    settle(opened)
+    opened.settled()
     assert opened.execute("print(panel.error)").strip() == "None"
     menu.select_option("int8")
-    assert "WARNING" not in wait_for(opened, "int8-channel, 8.")
+    assert "WARNING" not in opened.until("int8-channel, 8.")

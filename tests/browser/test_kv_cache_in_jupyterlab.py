@@ -1,6 +1,5 @@
 """Notebook 02's panel in real JupyterLab in Chromium: keys move it, and it says what fits."""
 
-import hashlib
 import time
 
 import pytest
@@ -25,44 +24,25 @@ def opened(tmp_path_factory):
         yield Notebook(browser, address.format("kv.ipynb"))
 
 
-def settle(notebook):
-    """The text on the page, once the picture on it is the kernel's last one."""
-    ask = "import hashlib; print(hashlib.sha256(panel.png).hexdigest())"
-    for _ in range(100):
-        wanted = notebook.execute(ask).strip()
-        if hashlib.sha256(notebook.picture(0)).hexdigest() == wanted:
-            return notebook.output(0).inner_text()
-        time.sleep(0.1)
-    raise AssertionError("the picture on the page is not the one that the kernel drew last")
-
-
-def press(notebook, slider, key, times=1):
-    handle = notebook.slider(0, slider)
-    handle.focus()
-    for _ in range(times):
-        handle.press(key)
-    return settle(notebook)
-
-
 def test_context_and_batch_change_what_fits(opened):
-    first = settle(opened)
+    first = opened.settled()
     assert "Fits: the cache takes 4.00 GiB" in first  # 4 requests of 8,192 tokens x 128 KiB
-    assert "Fits: the cache takes 8.00 GiB" in press(opened, CONTEXT, "ArrowRight")
-    assert "Fits: the cache takes 16.00 GiB" in press(opened, BATCH, "ArrowRight")
-    assert "Does not fit: the cache takes 64.00 GiB" in press(opened, CONTEXT, "ArrowRight", 2)
-    press(opened, CONTEXT, "ArrowLeft", 3)
-    assert "Fits: the cache takes 4.00 GiB" in press(opened, BATCH, "ArrowLeft")
+    assert "Fits: the cache takes 8.00 GiB" in opened.press(CONTEXT, "ArrowRight")
+    assert "Fits: the cache takes 16.00 GiB" in opened.press(BATCH, "ArrowRight")
+    assert "Does not fit: the cache takes 64.00 GiB" in opened.press(CONTEXT, "ArrowRight", 2)
+    opened.press(CONTEXT, "ArrowLeft", 3)
+    assert "Fits: the cache takes 4.00 GiB" in opened.press(BATCH, "ArrowLeft")
 
 
 def test_another_model_and_more_gpus(opened):
     opened.output(0).locator("select").nth(0).select_option("deepseek-r1")
-    assert "exceed" in settle(opened) or "Does not fit" in settle(opened)
+    assert "exceed" in opened.settled() or "Does not fit" in opened.settled()
     latent = "512 + 64"
-    assert latent in settle(opened)
-    assert latent in press(opened, GPUS, "ArrowRight", 3)
+    assert latent in opened.settled()
+    assert latent in opened.press(GPUS, "ArrowRight", 3)
     opened.output(0).locator("select").nth(0).select_option("smollm2-135m")
     wait_for(opened, "`tensor_parallel` 8 does not divide the 9 attention heads")
-    press(opened, GPUS, "ArrowLeft", 3)
+    opened.press(GPUS, "ArrowLeft", 3)
     assert "Fits" in wait_for(opened, "smollm2-135m")
     assert opened.execute("print(panel.error, panel.state['n_gpus'])").split() == ["None", "1"]
 
@@ -86,12 +66,12 @@ def test_keys_typed_in_a_menu_stay_in_it(opened):
     menu.press("ArrowDown")
     assert menu.evaluate("e => e === document.activeElement")
     menu.press("Enter")
-    settle(opened)
+    opened.settled()
     assert menu.input_value() != before
     cell = "window.jupyterapp.shell.currentWidget.content.activeCell.model.type"
     menu.press("m")
     menu.press("Enter")
-    settle(opened)
+    opened.settled()
     assert menu.input_value().startswith("m")
     assert opened.page.evaluate(cell) == "code"
     assert menu.evaluate("e => e === document.activeElement")

@@ -1,8 +1,5 @@
 """Notebook 05's panel in real JupyterLab in Chromium: quality, temperature and rule by key."""
 
-import hashlib
-import time
-
 import pytest
 from lab import CHROMIUM, Notebook, chromium, server, write_notebook
 
@@ -34,41 +31,22 @@ def opened(tmp_path_factory):
         yield Notebook(browser, address.format("speculation.ipynb"))
 
 
-def settle(notebook):
-    """The text on the page, once the picture on it is the kernel's last one."""
-    ask = "import hashlib; print(hashlib.sha256(panel.png).hexdigest())"
-    for _ in range(100):
-        wanted = notebook.execute(ask).strip()
-        if hashlib.sha256(notebook.picture(0)).hexdigest() == wanted:
-            return notebook.output(0).inner_text()
-        time.sleep(0.1)
-    raise AssertionError("the picture on the page is not the one that the kernel drew last")
-
-
 def tokens_per_step(text):
     return float(text.split(" tokens per step")[0].split()[-1])
 
 
-def press(notebook, place, key, times=1):
-    slider = notebook.slider(0, place)
-    slider.focus()
-    for _ in range(times):
-        slider.press(key)
-    return settle(notebook)
-
-
 def test_a_newcomer_sees_that_a_poor_draft_is_slow_and_not_wrong(opened, tmp_path):
-    own = settle(opened)
-    poor = press(opened, QUALITY, "Home")
-    perfect = press(opened, QUALITY, "End")
+    own = opened.settled()
+    poor = opened.press(QUALITY, "Home")
+    perfect = opened.press(QUALITY, "End")
     for text in (own, poor, perfect):
         assert "exactly the target's law, TV 0" in text
     assert tokens_per_step(poor) < tokens_per_step(own) < tokens_per_step(perfect) == 5
-    press(opened, QUALITY, "ArrowLeft", 5)
+    opened.press(QUALITY, "ArrowLeft", 5)
     for place in (TEMPERATURE, TOP_K, TOP_P, POSITION):
-        moved = press(opened, place, "ArrowLeft", 2)
+        moved = opened.press(place, "ArrowLeft", 2)
         assert "exactly the target's law, TV 0" in moved
-    assert "(at most 9)" in press(opened, GAMMA, "End")
+    assert "(at most 9)" in opened.press(GAMMA, "End")
     opened.page.screenshot(path=str(tmp_path / "speculation.png"))
 
 
@@ -76,9 +54,9 @@ def test_the_broken_rule_shows_its_distance(opened):
     rule = opened.output(0).locator("select")
     rule.focus()
     rule.press("ArrowDown")
-    assert "NOT the target's law" in settle(opened)
+    assert "NOT the target's law" in opened.settled()
     rule.press("ArrowUp")
-    assert "exactly the target's law" in settle(opened)
+    assert "exactly the target's law" in opened.settled()
     assert opened.execute("print(panel.error)").strip() == "None"
 
 
@@ -90,6 +68,6 @@ def test_a_move_by_key_settles_soon(opened):
     slider.focus()
     for _ in range(3):
         slider.press("ArrowLeft")
-    settle(opened)
+    opened.settled()
     keys, pictures = opened.times()
     assert len(keys) == 3 and pictures
