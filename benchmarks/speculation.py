@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import json
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -46,7 +47,8 @@ ENTRIES = {
     "prompt lookup": lambda: speculation.prompt_lookup(4),
     "early exit": lambda: speculation.early_exit(0.5),
 }
-ROUNDS, CALLS, BATCHED, CONTINUOUS = 200_000, 5000, 20_000, 10_000
+ROUND = "_speculative_sampling"  # one call of it, on fixed laws
+ROUNDS, CALLS, BATCHED, CONTINUOUS = 200_000, 8000, 20_000, 10_000
 TEXTS, TOKENS = 48, 96  # of the long generations
 
 
@@ -65,13 +67,17 @@ def engine(target, kind: str, **options) -> TransformersEngine:
     return TransformersEngine(target, **ENTRIES[kind]().transform(target.network)[1], **options)
 
 
-def by_rounds(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
-    """Through `_speculative_sampling` on the laws of the pair, γ = 2."""
-    laws = [
-        speculative.processed_logits(m, asked(target), decoding(settings, 2, seed))
-        for m in (target, draft)
-    ]
-    return speculative.speculative_rounds(*laws, n, seed=seed)
+def by_rounds(n_draft: int) -> Callable:
+    """Through `_speculative_sampling` on the laws of the pair; γ = 1 takes bonus tokens in."""
+
+    def draw(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
+        laws = [
+            speculative.processed_logits(m, asked(target), decoding(settings, 2, seed))
+            for m in (target, draft)
+        ]
+        return speculative.speculative_rounds(*laws, n, n_draft=n_draft, seed=seed)
+
+    return draw
 
 
 def by_calls(kind: str) -> Callable:
@@ -101,7 +107,7 @@ def continuous(target, draft, settings: dict, n: int, seed: int) -> np.ndarray:
 
 # road -> (how it draws, how many)
 ROADS = {
-    "_speculative_sampling": (by_rounds, ROUNDS),
+    **{f"{ROUND}, γ = {n}": (by_rounds(n), ROUNDS) for n in (1, 2)},
     **{f"generate, {kind}": (by_calls(kind), CALLS) for kind in ENTRIES},
     "generate, batches of 512": (batched, BATCHED),
     "generate_batch": (continuous, CONTINUOUS),
@@ -135,8 +141,7 @@ def judged(law: sampling.JointLaw, counts: np.ndarray) -> dict:
 
 def subjects() -> list[tuple[str, str]]:
     """(road, filters); whole calls under two of them."""
-    fast = "_speculative_sampling"
-    return [(r, f) for f in FILTERS for r in ROADS if r == fast or f in ("top-k 16", OFF)]
+    return [(r, f) for f in FILTERS for r in ROADS if ROUND in r or f in ("top-k 16", OFF)]
 
 
 def run(road: str, filters: str, scale: float = 1.0) -> tuple[list[dict], pd.DataFrame]:
@@ -294,6 +299,9 @@ def speeds(pair: str, n_prompts: int, n_tokens: int, n_drafts=(1, 2, 3, 5, 8)) -
     model = speed.speed_model(acceptance, cost_ratio=ratio, pass_costs=costs, n_drafts=n_drafts)
     told = [speed.measured_drafts(target, draft, rows, wanted, n_draft=g) for g in n_drafts]
     measured = pd.DataFrame(told).add_prefix("measured_")
+    began = time.perf_counter()
+    list(drawing.complete(TransformersEngine(target, batch_size=1), rows, wanted))
+    measured["measured_speed_up"] = (time.perf_counter() - began) / measured.pop("measured_seconds")
     alpha = acceptance["acceptance"]
     return pd.concat([model, measured], axis=1).assign(
         pair=pair, mean_alpha=alpha.mean(), sd_alpha=alpha.std(), cost_ratio=ratio

@@ -186,10 +186,11 @@ def fixed_drafts(draft: Any, n_draft: int) -> Iterator[Any]:
 def measured_drafts(
     target: Any, draft: Any, prompts: Sequence[Sequence[int]], decoding: Decoding, *, n_draft: int
 ) -> dict[str, float]:
-    """What assisted `generate` did: tokens_per_pass, accepted_share, passes, rejections."""
+    """What assisted `generate` did: tokens_per_pass, accepted_share, passes, seconds and so on."""
     with fixed_drafts(draft, n_draft):
-        engine = TransformersEngine(target, assistant=draft)
+        engine, began = TransformersEngine(target, assistant=draft), time.perf_counter()
         done = [c for _, rows in complete(engine, prompts, decoding) for c in rows]
+        seconds = time.perf_counter() - began
     total = {
         name: sum(c.timings.get(name, 0) for c in done)
         for name in ("rounds", "drafted", "accepted", "rejections")
@@ -199,4 +200,5 @@ def measured_drafts(
         "accepted_share": total["accepted"] / max(1, total["drafted"]),
         "passes": total["rounds"],
         "rejections": total["rejections"],
+        "seconds": seconds,
     }
