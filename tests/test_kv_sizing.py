@@ -105,7 +105,6 @@ def test_batch_and_beams_multiply_and_a_draft_adds():
 def test_tensor_parallel_divides_heads_then_replicates(tp, share):
     found = size(tensor_parallel=tp)
     assert found.bytes == size().bytes * share // 8
-    assert found.bytes_all_gpus == found.bytes * tp
 
 
 def test_tensor_parallel_leaves_the_latent_whole_and_divides_states():

@@ -66,7 +66,6 @@ class Allocator:
     """Exactly what the tokens need, no rounding: the formula of papers and model cards."""
 
     name: ClassVar[str] = "stored"
-    source: ClassVar[str] = "closed form"
     formats: ClassVar[str] = ""  # that the engine can keep; "": any
     state_format: ClassVar[str | None] = "float32"  # of recurrent states; None: the cache's dtype
     sparse_fp8: ClassVar[bool] = False  # indexer keys, and fp8 latents beside them, carry scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import asdict, dataclass, replace
 
@@ -140,25 +141,19 @@ def capacity(
         asked = {"seq_len": n_tokens, "batch_size": n_requests, "tensor_parallel": tensor_parallel}
         return kv_cache_bytes(shape, **asked, **cache).bytes
 
-    longest = _largest(lambda n: cache_bytes(n, batch_size) <= room, LONGEST)
+    longest = _largest(lambda n: cache_bytes(n, batch_size) <= room)
     return Capacity(
         model=config if isinstance(config, str) else shape.model_type, seq_len=seq_len,
         memory_bytes=memory_bytes, weights_bytes=weights, overhead_bytes=overhead,
         cache_bytes=cache_bytes(seq_len, batch_size),
-        max_requests=_largest(lambda n: cache_bytes(seq_len, n) <= room, LONGEST),
+        max_requests=_largest(lambda n: cache_bytes(seq_len, n) <= room),
         max_seq_len=None if longest == LONGEST else longest,
     )  # fmt: skip
 
 
-def _largest(fits, limit: int) -> int:
-    """The largest n up to limit for which a monotone condition holds; 0 if none."""
-    if fits(limit):
-        return limit
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _largest(fits) -> int:
+    """The largest n up to LONGEST for which a monotone condition holds; 0 if none."""
+    return bisect.bisect_left(range(1, LONGEST + 1), True, key=lambda n: not fits(n))
 
 
 def compare(configs, *, dtypes=("bfloat16",), tensor_parallels=(1,), **options) -> pd.DataFrame:

@@ -15,31 +15,8 @@ import pandas as pd
 
 from lossless_lab import paths
 from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.sizes import CannotEstimate, assumed, check_fields, check_sizes
-
-# Families that transformers does not know by this name but that store what a known class stores:
-# model_type -> (class to read it with, {field in the file: field of the class}). Facts from each
-# family's own configuration_*.py on the Hub.
-_LLAMA_LIKE = (
-    "aquila baichuan bailing_moe deepseek internlm internlm2 minicpm orion xverse yi stablelm_epoch"
-)
-_CHATGLM = {
-    "num_layers": "num_hidden_layers", "kv_channels": "head_dim",
-    "multi_query_group_num": "num_key_value_heads", "padded_vocab_size": "vocab_size",
-}  # fmt: skip
-_FALCON = {
-    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads",
-}  # fmt: skip
-ALIASES = {
-    **dict.fromkeys(_LLAMA_LIKE.split(), ("llama", {})),
-    **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), ("falcon", _FALCON)),
-    **dict.fromkeys(("minimax_m1", "minimax_text_01"), ("minimax", {})),
-    "chatglm": ("llama", _CHATGLM),
-    "kimi_k2": ("deepseek_v3", {}),
-    "qwen": ("llama", {"kv_channels": "head_dim"}),
-}
-# Where a composite config of a class that transformers lacks keeps its language model.
-_NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 
 
 @functools.cache
@@ -107,7 +84,8 @@ def resolve(source):
     model_type = raw.get("model_type")
     said = f"`model_type` is {model_type!r}; the config must name its family"
     require(isinstance(model_type, str), said, CannotEstimate)
-    name, renames = ALIASES.get(model_type, (model_type, {}))
+    alias = FACTS["families"].get(model_type, {"read_as": model_type, "renamed": {}})
+    name, renames = alias.values()
     config_class = _class(name)
     if config_class is None:
         if not _nested_fields(raw):
@@ -130,7 +108,8 @@ def resolve(source):
     defaults = assumed(fields, text)
     if "mamba_ssm_cache_dtype" in defaults:
         text.mamba_ssm_cache_dtype = "unstated"
-    return model_type if model_type in ALIASES else text.model_type, outer, text, defaults, fields
+    family = model_type if model_type in FACTS["families"] else text.model_type
+    return family, outer, text, defaults, fields
 
 
 def _mapping():
@@ -167,5 +146,5 @@ def _text_config(outer):
 
 def _nested_fields(raw):
     """The part of the file that describes the language model, however deep it lies."""
-    inner = next((raw[key] for key in _NESTED if isinstance(raw.get(key), dict)), {})
+    inner = next((raw[key] for key in FACTS["nested_under"] if isinstance(raw.get(key), dict)), {})
     return (_nested_fields(inner) or inner) if inner else {}

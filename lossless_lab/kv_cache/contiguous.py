@@ -10,6 +10,7 @@ import numpy as np
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
 from lossless_lab.kv_cache.checks import Count, Positive, require
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.sizes import CannotEstimate
 
 
@@ -18,8 +19,7 @@ class Transformers(Allocator):
     """transformers' own caches, as bytes held after `seq_len` tokens."""
 
     name: ClassVar[str] = "transformers"
-    source: ClassVar[str] = "transformers 5.24 src/transformers/cache_utils.py"
-    formats: ClassVar[str] = "float64 float32 float16 bfloat16"
+    formats: ClassVar[str] = FACTS["engines"]["transformers"]["formats"]
     cache: Literal["dynamic", "static", "quanto", "hqq", "fp8"] = "dynamic"
     max_cache_len: Positive | None = None  # static: tokens allocated; default seq_len
     prefill_len: Positive | None = None  # quantised: tokens of the first forward; default seq_len
@@ -85,11 +85,7 @@ class LlamaCpp(Allocator):
     """llama.cpp: padded cells, a small cache for interleaved windows, float32 states."""
 
     name: ClassVar[str] = "llama.cpp"
-    source: ClassVar[str] = (
-        "llama.cpp src/llama-kv-cache-iswa.cpp, llama-context.cpp, llama-hparams.cpp; "
-        "pull requests 4280, 7257, 12801, 13194, 16812, 17046, 19067"
-    )
-    formats: ClassVar[str] = "float32 float16 bfloat16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl"
+    formats: ClassVar[str] = FACTS["engines"]["llama.cpp"]["formats"]
     n_ctx: Positive | None = None  # cells of all slots together, in place of sequences x seq_len
     n_ubatch: Positive = 512
     n_batch: Positive = 2048
@@ -196,8 +192,7 @@ class IkLlamaCpp(LlamaCpp):
     """ik_llama.cpp: every layer at full context; `mla_mode` decides what of MLA is kept."""
 
     name: ClassVar[str] = "ik_llama.cpp"
-    source: ClassVar[str] = "ik_llama.cpp src/llama.cpp (llama_kv_cache_init), Aug 2026"
-    formats: ClassVar[str] = LlamaCpp.formats + " q6_0"
+    formats: ClassVar[str] = FACTS["engines"]["ik_llama.cpp"]["formats"]
     pads_values: ClassVar[bool] = False
     windows: ClassVar[bool] = False
     mla_mode: Literal[0, 1, 2, 3] = 3
@@ -221,9 +216,7 @@ class WhisperCpp(Allocator):
     """whisper.cpp: both caches padded to 256 since May 2024; beams share n + 2 self caches."""
 
     name: ClassVar[str] = "whisper.cpp"
-    source: ClassVar[str] = "whisper.cpp src/whisper.cpp (whisper_kv_cache_init), Aug 2026; PR 2152"
-
-    formats: ClassVar[str] = "float32 float16 bfloat16 q8_0 q5_1 q5_0 q4_1 q4_0"
+    formats: ClassVar[str] = FACTS["engines"]["whisper.cpp"]["formats"]
 
     def cells(self, layer, request):
         """Text context or audio context, padded; version "2023" or "1.5" is before padding."""
@@ -243,9 +236,7 @@ class Ggml(Allocator):
     """ggml's example programs: the whole context of every layer, no padding, no windows."""
 
     name: ClassVar[str] = "ggml"
-    source: ClassVar[str] = "ggml examples/gpt-2/main-backend.cpp (kv cache)"
-
-    formats: ClassVar[str] = "float32 float16 bfloat16"
+    formats: ClassVar[str] = FACTS["engines"]["ggml"]["formats"]
 
     def tokens(self, layer, request):
         """Every position of the context."""

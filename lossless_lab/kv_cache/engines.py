@@ -8,43 +8,17 @@ from dataclasses import fields, replace
 from lossless_lab.kv_cache.allocators import Allocator
 from lossless_lab.kv_cache.checks import kinds_of, require
 from lossless_lab.kv_cache.contiguous import Ggml, IkLlamaCpp, LlamaCpp, Transformers, WhisperCpp
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.paged import VLLM, SGLang, TensorRT
 
 _CLASSES = (LlamaCpp, IkLlamaCpp, WhisperCpp, Transformers, TensorRT, SGLang, VLLM, Ggml)
 ENGINES = {cls.name: cls for cls in _CLASSES}
-_NAMES = ENGINES | {
-    "ik_llama": IkLlamaCpp, "llamacpp": LlamaCpp, "llama-server": LlamaCpp,
-    "tensorrt llm": TensorRT, "trt-llm": TensorRT, "trtllm": TensorRT,
-}  # fmt: skip
+_NAMES = ENGINES | {alias: ENGINES[name] for alias, name in FACTS["engine_names"].items()}
 _TEXT = re.compile(
     r"\s*(?P<name>" + "|".join(map(re.escape, sorted(_NAMES, key=len, reverse=True))) + r")"
     r"(?:(?:[=@:/]+|-)?\s*\(?\s*(?:(?:version|build|release)\b\s*:?\s*)?[vb]?(?P<version>\d[\d.]*))?",
     re.IGNORECASE,
 )
-# Launch flags that are not called like the option that they set.
-FLAGS = {
-    "-ub": "n_ubatch", "--ubatch-size": "n_ubatch", "-b": "n_batch", "--batch-size": "n_batch",
-    "-fa": "flash_attn", "-kvu": "kv_unified", "-mla": "mla_mode", "-c": "n_ctx",
-    "--ctx-size": "n_ctx", "-ctk": "key_dtype", "--cache-type-k": "key_dtype",
-    "-ctv": "value_dtype", "--cache-type-v": "value_dtype",
-    "--kv-cache-dtype": "key_dtype value_dtype", "--num-gpu-blocks-override": "n_blocks",
-    "--disable-hybrid-kv-cache-manager": "flat", "--mamba-ssm-cache-dtype": "ssm_dtype",
-    "--max-total-tokens": "n_tokens", "--swa-full-tokens-ratio": "swa_ratio",
-    "--tokens_per_block": "block_size",
-}  # fmt: skip
-_UNSET = {"-no-kvu": "kv_unified", "--no-kv-unified": "kv_unified"}
-# Launch flags of what is no option of an engine here but an argument of the call.
-_ELSEWHERE = {
-    "`batch_size`": "-np --parallel --max-num-seqs --max-running-requests --max_batch_size",
-    "`tensor_parallel`": "-tp --tp --tp-size --tp_size --tensor-parallel-size",
-    "`seq_len`": "--max-model-len --context-length --max_seq_len --n-ctx-per-seq",
-    "`utilization` of `capacity`": "--gpu-memory-utilization --mem-fraction-static",
-    "`memory_bytes` of `capacity`": "--kv-cache-memory --kv-cache-memory-bytes",
-    "`mamba_cache_mode` (of other layers it changes nothing)": "--enable-prefix-caching",
-    "`n_speculative_tokens` and `draft`": "--speculative-config --num-speculative-tokens",
-    "`n_rs_seq` and `draft`": "--draft --draft-max -md --model-draft --spec-draft-n-max",
-    "`num_beams`": "--max-beam-width --max_beam_width",
-}
 
 
 def engine(text, **options) -> Allocator:
@@ -98,9 +72,10 @@ def _read(text):
             require(not hidden, f"{said} the name, as in '{cls.name} 0.11' or '{cls.name} b6500'")
             continue
         valued = words and not re.match(r"--?[a-zA-Z]", words[0])
-        value = "off" if word in _UNSET else words.pop(0) if valued else "on"
-        for name in (_UNSET | FLAGS).get(word, word.lstrip("-").replace("-", "_")).split():
-            say = [f"; say it with {k}" for k, v in _ELSEWHERE.items() if word in v.split()]
+        value = "off" if word in FACTS["off"] else words.pop(0) if valued else "on"
+        for name in FACTS["flags"].get(word, word.lstrip("-").replace("-", "_")).split():
+            elsewhere = FACTS["flags_said_elsewhere"].items()
+            say = [f"; say it with {k}" for k, v in elsewhere if word in v.split()]
             said = f"`engine` flag {word} is not known to change {cls.name}'s cache"
             require(name in known, "".join((said, *say)))
             found[name] = _value(value, kinds_of(cls)[name])

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.facts import FACTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,39 +39,14 @@ class Format:
         return int(heads * width * self.block_bytes / self.block) + heads * self.head_bytes
 
 
-# Names with the first one leading, elements and bytes of a block, bytes beside each head.
-_ROWS = [
-    ("float64 f64 fp64", 1, 8, 0),
-    ("float32 f32 fp32 float", 1, 4, 0),
-    ("float16 f16 fp16 half", 1, 2, 0),
-    ("bfloat16 bf16 auto", 1, 2, 0),  # "auto", engines' own default, is a 16-bit float
-    ("fp8 fp8_e4m3 fp8_e5m2 fp8_e4m3fn float8_e4m3fn float8_e5m2 f8", 1, 1, 0),
-    ("int8 i8 uint8", 1, 1, 0),
-    ("int4 i4 uint4", 2, 1, 0),
-    ("int2", 4, 1, 0),
-    # vLLM, vllm/v1/kv_cache_interface.py: one float32 scale per token and head, K and V each.
-    ("fp8_per_token_head", 1, 1, 4),
-    ("int8_per_token_head", 1, 1, 4),
-    ("int4_per_token_head", 2, 1, 4),
-    # vLLM, same file: packed 4-bit values and one fp8 scale per 16 of them.
-    ("nvfp4 fp4 fp4_e2m1", 16, 9, 0),
-    # vLLM, flashmla_sparse.py: fp8 latent with a float32 scale per 128, rope left in 16 bits.
-    ("fp8_ds_mla", 1, 1, 0),
-    # ggml/src/ggml-common.h, block structs.
-    ("q8_0", 32, 34, 0),
-    ("q6_0", 32, 26, 0),  # ik_llama.cpp only
-    ("q5_1", 32, 24, 0),
-    ("q5_0", 32, 22, 0),
-    ("q4_1", 32, 20, 0),
-    ("q4_0", 32, 18, 0),
-    ("iq4_nl", 32, 18, 0),
-    ("mxfp4", 32, 17, 0),
-]  # fmt: skip
 FORMATS = {
-    alias: Format(name=names.split()[0], block=block, block_bytes=size, head_bytes=scale)
-    for names, block, size, scale in _ROWS
-    for alias in names.split()
-}
+    alias: Format(
+        name=row["names"].split()[0], block=row["block"], block_bytes=row["block_bytes"],
+        head_bytes=row["head_bytes"],
+    )
+    for row in FACTS["formats"]
+    for alias in row["names"].split()
+}  # fmt: skip
 
 
 def storage_format(dtype) -> Format:

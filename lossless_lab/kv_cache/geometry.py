@@ -10,6 +10,7 @@ import pandas as pd
 
 from lossless_lab.kv_cache import configs
 from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.sizes import CannotEstimate, field, needed
 from lossless_lab.kv_cache.states import State, states
 from lossless_lab.results import Result
@@ -123,7 +124,7 @@ def _describe(config):
     """The geometry of anything that `configs.resolve` can read."""
     family, outer, text, assumed, fields = configs.resolve(config)
     said = f"model_type {text.model_type!r}"
-    refused = _REFUSED.get(text.model_type)
+    refused = FACTS["refused"].get(text.model_type)
     require(refused is None, f"{said}: {refused}", CannotEstimate)
     named = _generates(outer, text)
     require(named, f"{said} is not one of transformers' text generators", CannotEstimate)
@@ -145,17 +146,6 @@ def _describe(config):
 
 
 _of_name = functools.cache(_describe)
-_REFUSED = {  # families whose cache no rule here describes
-    "blt": "byte-latent patches have no fixed length per token",
-    "cpmant": "it prepends prompt tokens of its own",
-    "dory": "its recurrent loops keep caches of their own",
-    "dots3_note_text": "its indexer keys are kept in another format than K and V",
-    "mistral_large4_text": "layers share K and V and keep indexers of their own",
-    "reformer": "its cache holds hash buckets",
-    "xlnet": "its memory is set at run time",
-    "rwkv": "its states live outside transformers' cache classes",
-    "xlstm": "its states live outside transformers' cache classes",
-}
 
 
 def _generates(outer, text):

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from lossless_lab.kv_cache.allocators import Allocator, at_most, ceil_to
 from lossless_lab.kv_cache.checks import Count, FloatDtype, Positive, Share, require
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.sizes import CannotEstimate
 
 
@@ -17,8 +18,7 @@ class TensorRT(Allocator):
     """TensorRT-LLM: blocks of 32 tokens; windows only where a maximum window is set."""
 
     name: ClassVar[str] = "tensorrt-llm"
-    source: ClassVar[str] = "TensorRT-LLM tensorrt_llm/llmapi (KvCacheConfig.tokens_per_block = 32)"
-    formats: ClassVar[str] = "float32 float16 bfloat16 fp8 int8 nvfp4"
+    formats: ClassVar[str] = FACTS["engines"]["tensorrt-llm"]["formats"]
     state_format: ClassVar[str | None] = None
     block_size: Positive = 32
     n_tokens: Positive | None = None  # size of the pool, in place of sequences x seq_len
@@ -37,8 +37,7 @@ class SGLang(Allocator):
     """SGLang: token slots and one padding page; one more state slot than requests."""
 
     name: ClassVar[str] = "sglang"
-    source: ClassVar[str] = "SGLang python/sglang/srt/mem_cache/memory_pool.py (size + page_size)"
-    formats: ClassVar[str] = "float32 float16 bfloat16 fp8 nvfp4 fp8_ds_mla"
+    formats: ClassVar[str] = FACTS["engines"]["sglang"]["formats"]
     sparse_fp8: ClassVar[bool] = True
     page_size: Positive = 1
     n_tokens: Positive | None = None
@@ -71,14 +70,7 @@ class VLLM(Allocator):
     """vLLM: blocks per group of layers; hybrids align attention and state pages."""
 
     name: ClassVar[str] = "vllm"
-    source: ClassVar[str] = (
-        "vLLM vllm/v1/kv_cache_interface.py, v1/core/kv_cache_utils.py, platforms/interface.py,"
-        " model_executor/layers/mamba/mamba_utils.py; 0.6 to 0.19"
-    )
-    formats: ClassVar[str] = (
-        "float32 float16 bfloat16 fp8 fp8_per_token_head int8_per_token_head int4_per_token_head"
-        " nvfp4 fp8_ds_mla"
-    )
+    formats: ClassVar[str] = FACTS["engines"]["vllm"]["formats"]
     state_format: ClassVar[str | None] = None
     sparse_fp8: ClassVar[bool] = True
     block_size: Positive = 16

@@ -6,34 +6,14 @@ import contextlib
 import difflib
 
 from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.facts import FACTS
 
 # Fields whose value changes the size: each is checked, and where the file leaves one out that the
 # class has a default for, that is said. Those of the second list may be 0.
-_SIZES = """
-num_hidden_layers num_layers n_layers num_decoder_layers decoder_layers num_attention_heads
-num_heads n_heads num_key_value_heads num_kv_heads hidden_size d_model head_dim d_kv kv_channels
-global_head_dim sliding_window attention_chunk_size kv_lora_rank qk_rope_head_dim
-qk_nope_head_dim v_head_dim index_head_dim state_size ssm_state_size conv_kernel n_groups expand
-mamba_d_state mamba_d_conv mamba_expand mamba_n_heads mamba_num_heads n_mamba_heads mamba_d_head
-mamba_head_dim mamba_headdim mamba_n_groups mamba_ngroups linear_num_key_heads
-linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
-linear_num_heads linear_head_dim conv_L_cache lru_width conv1d_width max_source_positions
-"""
-_COUNTS = "num_kv_shared_layers num_nextn_predict_layers mtp_num_hidden_layers"
-_SIZED, _COUNTED = frozenset(_SIZES.split()), frozenset(_COUNTS.split())
+_SIZED, _COUNTED, _KV_HEADS = (
+    frozenset(FACTS[kind].split()) for kind in ("sizes", "counts", "kv_heads_misnamed")
+)
 _MOST = {"layers": 10_000, "": 1 << 24}  # beyond it no model exists, and sums take forever
-# What a config that is not nested must state itself, under one of these names: transformers always
-# writes them, so a file without them is not a model's.
-_STATED = (
-    ("num_hidden_layers", "num_layers", "num_decoder_layers", "decoder_layers", "layer_types",
-     "layers_block_type", "hybrid_override_pattern"),
-    ("num_attention_heads", "num_heads", "n_heads", "decoder_attention_heads"),
-    ("hidden_size", "d_model", "head_dim", "d_kv", "kv_lora_rank"),
-    ("kv_lora_rank",),
-    ("state_size", "ssm_state_size", "mamba_d_state"),
-)  # fmt: skip
-# What other families, or a slip of the pen, call the number of KV heads.
-_KV_HEADS = {"num_kv_heads", "n_kv_heads", "n_head_kv", "num_query_groups"}
 
 
 class CannotEstimate(ValueError):
@@ -113,7 +93,8 @@ def check_fields(fields, text, *, flat):
         same = not {short, long} <= set(fields) or fields[short] == fields[long]
         said = f"`{short}` is {fields.get(short)!r} and `{long}` is {fields.get(long)!r}"
         holds(same, f"{said}; they name the same quantity")
-    for names in _STATED if flat else ():
+    # transformers always writes these, so a file without them is not a model's
+    for names in map(str.split, FACTS["stated"] if flat else ()):
         default = field(text, *names)
         there = any(name in fields or text.attribute_map.get(name) in fields for name in names)
         said = f"{type(text).__name__}'s default {default} is not assumed"

@@ -46,11 +46,6 @@ class KVCacheSize(Result):
         """What one more token of one sequence adds, at this length."""
         return sum(part.bytes_per_token for part in self.parts)
 
-    @property
-    def bytes_all_gpus(self) -> int:
-        """Over all tensor-parallel GPUs, replicated heads counted on each."""
-        return self.bytes * self.tensor_parallel
-
     def of_kind(self, *kinds: str) -> int:
         """Reserved bytes of these kinds of layer."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lossless_lab.kv_cache.checks import require
+from lossless_lab.kv_cache.facts import FACTS
 from lossless_lab.kv_cache.sizes import CannotEstimate, needed
 
 
@@ -95,21 +96,10 @@ def _rg_lru(c):
     return _conv(c.lru_width, c.conv1d_width), _recurrent(c.lru_width)
 
 
-# Source of every shape: the family's modeling_*.py in transformers 5.24.
-_FAMILIES = {
-    _mamba1: "mamba falcon_mamba jamba zamba",
-    _mamba2: "mamba2 bamba zamba2 nemotron_h granitemoehybrid falcon_h1",
-    _gated_delta_net: "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid lara_mini",
-    _kimi_delta: "kimi_linear bailing_hybrid",
-    _short_conv: "lfm2 lfm2_moe lfm3",
-    _lightning: "minimax",
-    _rg_lru: "recurrent_gemma",
-}
-_RULES = {name: rule for rule, names in _FAMILIES.items() for name in names.split()}
-
-
 def states(config) -> tuple[State, ...]:
     """The state tensors of one such layer, for one request."""
+    family = (rule for rule, names in FACTS["state_families"].items() if config.model_type in names)
+    rule = next(family, None)
     said = f"the layer states of model_type {config.model_type!r} are unknown"
-    require(config.model_type in _RULES, said, CannotEstimate)
-    return _RULES[config.model_type](config)
+    require(rule is not None, said, CannotEstimate)
+    return globals()[f"_{rule}"](config)
