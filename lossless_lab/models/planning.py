@@ -45,8 +45,8 @@ def plan(
 
     Memory comes from the config alone: the network is built without storage and asked for its
     cache; activations and kept logits come on top, for which a tenth of the free memory is left.
-    Time comes from a short probe of the loaded network, or, before loading, from one matrix
-    product with as many rows.
+    Time comes from a short probe: one matrix product in that dtype, on that device, with as many
+    rows, taken for the speed of all weights.
 
     Parameters
     ----------
@@ -75,43 +75,42 @@ def plan(
     config = _config(model) if network is None else network.config
     dtype = str(dtype if network is None else network.dtype).removeprefix("torch.")
     weights_bytes, row_bytes = memory(config, dtype, 1, prompt_len + n_tokens)
-    free = free_bytes("cpu" if network is None else network.device)
+    device = "cpu" if network is None else network.device
+    free = free_bytes(device)
     room = SPARE * free - (weights_bytes if network is None else 0)
     fits = min(batch_size, int(room // max(row_bytes, 1)))
-    sizes = {"weights_bytes": weights_bytes, "available_bytes": free}
+    notes, time_s = [], float("inf")
     if fits < 1:
-        nothing = {"batch_size": 0, "n_prompts": 0, "n_tokens": 0, "time_s": float("inf")}
-        why = f"not even one prompt fits: {_too_large(weights_bytes, free, dtype)}"
-        return _warned(Plan(**sizes, **nothing, cache_bytes=row_bytes, warning=why))
-    notes = []
-    if fits < batch_size:
-        notes.append(f"the cache of batch {batch_size} does not fit, that of batch {fits} does")
-    if network is None:
-        prefill_s, step_s = _matrix_times(weights_bytes, dtype, fits, prompt_len)
+        fits = n_prompts = n_tokens = 0
+        notes = [f"not even one prompt fits: {_too_large(weights_bytes, free, dtype)}"]
     else:
-        prefill_s, step_s = _probe(network, fits, prompt_len)
+        if fits < batch_size:
+            notes = [f"the cache of batch {batch_size} does not fit, that of batch {fits} does"]
+        prefill_s, step_s = _matrix_times(weights_bytes, dtype, device, fits, prompt_len)
 
-    def seconds(n_prompts, n_tokens):
-        return -(-n_prompts // fits) * (prefill_s + n_tokens * step_s)
+        def seconds(n_prompts, n_tokens):
+            return -(-n_prompts // fits) * (prefill_s + n_tokens * step_s)
 
-    if (asked_s := seconds(n_prompts, n_tokens)) > limit_s:
-        n_prompts = max(min(n_prompts, fits), int(n_prompts * limit_s / asked_s) // fits * fits)
-        per_batch_s = limit_s / -(-n_prompts // fits)
-        n_tokens = max(1, min(n_tokens, int((per_batch_s - prefill_s) / step_s)))
-        notes.append(
-            f"as asked it takes about {asked_s:.0f} s, over the limit of {limit_s:.0f} s: "
-            f"{n_prompts} prompts x {n_tokens} tokens are proposed"
-        )
-    return _warned(
-        Plan(
-            **sizes,
-            cache_bytes=fits * row_bytes,
-            time_s=seconds(n_prompts, n_tokens),
-            batch_size=fits,
-            n_prompts=n_prompts,
-            n_tokens=n_tokens,
-            warning="; ".join(notes),
-        )
+        if (asked_s := seconds(n_prompts, n_tokens)) > limit_s:
+            n_prompts = max(min(n_prompts, fits), int(n_prompts * limit_s / asked_s) // fits * fits)
+            per_batch_s = limit_s / -(-n_prompts // fits)
+            n_tokens = max(1, min(n_tokens, int((per_batch_s - prefill_s) / step_s)))
+            notes.append(
+                f"as asked it takes about {asked_s:.0f} s, over the limit of {limit_s:.0f} s: "
+                f"{n_prompts} prompts x {n_tokens} tokens are proposed"
+            )
+        time_s = seconds(n_prompts, n_tokens)
+    if notes:
+        warnings.warn("; ".join(notes), stacklevel=2)
+    return Plan(
+        weights_bytes=weights_bytes,
+        cache_bytes=max(fits, 1) * row_bytes,
+        available_bytes=free,
+        time_s=time_s,
+        batch_size=fits,
+        n_prompts=n_prompts,
+        n_tokens=n_tokens,
+        warning="; ".join(notes),
     )
 
 
@@ -191,12 +190,6 @@ def _too_large(weights_bytes, free, dtype) -> str:
     )
 
 
-def _warned(result) -> Plan:
-    if result.warning:
-        warnings.warn(result.warning, stacklevel=3)
-    return result
-
-
 def _config(source):
     """The config of a name, folder or Hub id (fetched alone); a config is handed back."""
     from transformers import AutoConfig
@@ -210,41 +203,17 @@ def _config(source):
     return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def _probe(network, batch_size, prompt_len, n_steps=3) -> tuple[float, float]:
-    """Seconds of one prefill and of one decoding step, on the loaded network."""
-    import torch
-
-    ids = torch.ones(batch_size, min(prompt_len, 32), dtype=torch.long, device=network.device)
-
-    def timed(n_new):
-        started = time.perf_counter()
-        network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=n_new,
-            min_new_tokens=n_new,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return time.perf_counter() - started
-
-    timed(1)
-    first = timed(1)
-    step_s = max((timed(1 + n_steps) - first) / n_steps, 1e-6)
-    return max(first - step_s, 0) * prompt_len / ids.shape[1] + step_s, step_s
-
-
-def _matrix_times(weights_bytes, dtype, batch_size, prompt_len) -> tuple[float, float]:
+def _matrix_times(weights_bytes, dtype, device, batch_size, prompt_len) -> tuple[float, float]:
     """Seconds of a prefill and a step if all weights multiplied as fast as one 2,048 x 2,048."""
     import torch
 
-    matrix = torch.ones(2048, 2048, dtype=getattr(torch, dtype))
+    matrix = torch.ones(2048, 2048, dtype=getattr(torch, dtype), device=device)
 
     def seconds(n_rows):
-        rows = torch.ones(min(n_rows, 32), 2048, dtype=matrix.dtype)
-        rows[:1] @ matrix  # warm-up
+        rows = torch.ones(min(n_rows, 32), 2048, dtype=matrix.dtype, device=device)
+        (rows[:1] @ matrix).sum().item()  # warm-up
         started = time.perf_counter()
-        rows @ matrix
+        (rows @ matrix).sum().item()  # waits for the device
         elapsed = time.perf_counter() - started
         return elapsed * n_rows / len(rows) * weights_bytes / matrix.nbytes
 

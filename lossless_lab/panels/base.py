@@ -13,7 +13,7 @@ import contextlib
 import html
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ipywidgets
@@ -207,6 +207,19 @@ class Panel(ipywidgets.VBox):
             bundle["image/png"] = picture
             bundle["text/html"] += f"<img src='data:image/png;base64,{picture}'>"
         return bundle
+
+
+def control(kind, label: str, *, width: tuple[int, int] = (80, 420), **options):
+    """A widget of that kind with its label; widths of the label and of the whole in pixels."""
+    look = {"style": {"description_width": f"{width[0]}px"}, "layout": {"width": f"{width[1]}px"}}
+    return kind(description=label, **look, **options)
+
+
+def offer(menu: ipywidgets.Dropdown, options: Sequence[str], *, default: int = 0) -> None:
+    """Let a menu offer these; what was chosen stays, or else the one at `default` is."""
+    if list(menu.options) != list(options):
+        kept, menu.options = menu.value, options
+        menu.value = kept if kept in options else options[default]
 
 
 def _told(error: Exception) -> str:

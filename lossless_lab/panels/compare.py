@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import ipywidgets
 import pandas as pd
@@ -12,40 +12,26 @@ from matplotlib.figure import Figure
 from lossless_lab import plots
 from lossless_lab.plots.artists import mark
 
-from .base import Content, Panel
+from .base import Content, Panel, control, offer
 
 Pair = tuple[str, str]  # (reference, candidate)
 
 
-class Comparisons(Protocol):
-    """What `compare` is handed: answers by pair of names, from runs or from models at hand.
+def compare(source: Any) -> Panel:
+    """Panel that chooses reference, candidate, prompt, position and layer.
 
     The panel asks at every move and keeps nothing, so an answer that takes a model's run should
     be kept by the source; `distribution` and `verdict` are asked most often.
-    """
-
-    def pairs(self) -> list[Pair]:
-        """The (reference, candidate) pairs that can be compared, the first one shown first."""
-
-    def prompts(self, pair: Pair) -> list[str]:
-        """Ids of the prompts that both sides answered."""
-
-    def frames(self, pair: Pair, prompt_id: str) -> Mapping[str, pd.DataFrame]:
-        """ "divergences" as from `divergences`, and "layers" as from `compare_layers` if known."""
-
-    def distribution(self, pair: Pair, prompt_id: str, position: int) -> pd.DataFrame:
-        """Both laws at one position, as from `distribution`."""
-
-    def verdict(self, pair: Pair) -> str:
-        """The verdict in one sentence."""
-
-
-def compare(source: Comparisons) -> Panel:
-    """Panel that chooses reference, candidate, prompt, position and layer.
 
     Parameters
     ----------
-    source : see `Comparisons`.
+    source : what has these methods, as `pipeline.Study` does:
+        pairs() -> (reference, candidate) names that can be compared, the first one shown first;
+        prompts(pair) -> ids of the prompts that both sides answered;
+        frames(pair, prompt_id) -> "divergences" as from `divergences`, and "layers" as from
+        `compare_layers` if known;
+        distribution(pair, prompt_id, position) -> both laws there, as from `distribution`;
+        verdict(pair) -> the verdict in one sentence.
 
     Raises
     ------
@@ -66,7 +52,7 @@ def compare(source: Comparisons) -> Panel:
 
 
 def comparison(
-    source: Comparisons, *, reference: str, candidate: str, prompt: str, position: int, layer: int
+    source: Any, *, reference: str, candidate: str, prompt: str, position: int, layer: int
 ) -> Content:
     """What the panel shows for one choice, without a panel: frames, verdict, values pointed at."""
     pair = (reference, candidate)
@@ -102,37 +88,28 @@ def _layer_name(module: str, layer: int) -> str:
 
 def _controls(pairs: list[Pair]) -> dict[str, ipywidgets.ValueWidget]:
     references = list(dict.fromkeys(reference for reference, _ in pairs))
-    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
+    menu, slider = ipywidgets.Dropdown, ipywidgets.IntSlider
     # A new position or prompt may run a model: the slider answers when it is let go.
     return {
-        "reference": ipywidgets.Dropdown(options=references, description="reference", **wide),
-        "candidate": ipywidgets.Dropdown(description="candidate", **wide),
-        "prompt": ipywidgets.Dropdown(description="prompt", **wide),
-        "position": ipywidgets.IntSlider(
-            max=0, description="position", continuous_update=False, **wide
-        ),
-        "layer": ipywidgets.IntSlider(max=0, description="layer", **wide),
+        "reference": control(menu, "reference", options=references),
+        "candidate": control(menu, "candidate"),
+        "prompt": control(menu, "prompt"),
+        "position": control(slider, "position", max=0, continuous_update=False),
+        "layer": control(slider, "layer", max=0),
     }
 
 
-def _adapt(source: Comparisons, pairs: list[Pair], controls: Mapping) -> None:
+def _adapt(source: Any, pairs: list[Pair], controls: Mapping) -> None:
     """Offer only what exists for the choices made above."""
     reference = controls["reference"].value
-    _offer(controls["candidate"], [c for r, c in pairs if r == reference])
+    offer(controls["candidate"], [c for r, c in pairs if r == reference])
     pair = (reference, controls["candidate"].value)
-    _offer(controls["prompt"], list(source.prompts(pair)))
+    offer(controls["prompt"], list(source.prompts(pair)))
     frames = source.frames(pair, controls["prompt"].value)
     controls["position"].max = int(frames["divergences"]["position"].max())
     layers = frames.get("layers")
     controls["layer"].max = 0 if layers is None else int(layers["layer"].max())
     controls["layer"].disabled = layers is None
-
-
-def _offer(dropdown: ipywidgets.Dropdown, options: list[str]) -> None:
-    if list(dropdown.options) != options:
-        kept = dropdown.value
-        dropdown.options = options
-        dropdown.value = kept if kept in options else options[0]
 
 
 def _draw(figure: Figure, content: Content, state: dict) -> None:

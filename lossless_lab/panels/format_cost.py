@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import ipywidgets
-import pandas as pd
 from matplotlib.figure import Figure
 
 from lossless_lab import plots
 
-from .base import Content, Panel
+from .base import Content, Panel, control, offer
 
 _GROUP = re.compile(r"-(channel|group\d+)")
 _TOLD = ["module", "bits_per_weight", "relative_rms", "sqnr_db", "outlier_share"]
 
 
-class Costs(Protocol):
-    """What `format_cost` is handed: see `pipeline.FormatCosts`, which keeps its answers."""
-
-    formats: Sequence[str]
-    documents: Sequence[Any]
-
-    def summary(self, fmt: str) -> Any:
-        """Every statistic over the corpus."""
-
-    def ladder(self) -> pd.DataFrame:
-        """One row per format: bits_per_weight, mean_kl_nats, low, high, on_grid_before."""
-
-    def weights(self, fmt: str) -> pd.DataFrame:
-        """Error of each matrix."""
-
-    def distribution(self, fmt: str, document: str, position: int) -> pd.DataFrame:
-        """Both laws at one position."""
-
-    def ids(self, document: str) -> Sequence[int]:
-        """Token ids of a document."""
-
-
-def format_cost(source: Costs) -> Panel:
+def format_cost(source: Any) -> Panel:
     """Panel that chooses format, group size, document, position and layer.
+
+    Parameters
+    ----------
+    source : pipeline.FormatCosts, or what has the same `formats`, `documents`, `summary`, `ladder`,
+        `weights`, `distribution` and `ids`, and keeps its answers.
 
     Raises
     ------
@@ -50,18 +32,18 @@ def format_cost(source: Costs) -> Panel:
     """
     if not source.formats:
         raise ValueError("`source` must have at least one format; it has none")
-    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
-    let_go = {"continuous_update": False, **wide}
+    menu, slider = ipywidgets.Dropdown, ipywidgets.IntSlider
+    let_go = {"continuous_update": False}
     names = [document.id for document in source.documents]
     n_layers = int(source.weights(source.formats[0])["layer"].max())
     families = list(dict.fromkeys(family for family, _ in _choices(source)))
     groups = _groups(source, families[0])
     controls = {
-        "format": ipywidgets.Dropdown(options=families, description="format", **wide),
-        "group": ipywidgets.Dropdown(options=groups, description="group size", **wide),
-        "document": ipywidgets.Dropdown(options=names, description="document", **wide),
-        "position": ipywidgets.IntSlider(max=0, description="position", **let_go),
-        "layer": ipywidgets.IntSlider(min=1, max=n_layers, description="layer", **let_go),
+        "format": control(menu, "format", options=families),
+        "group": control(menu, "group size", options=groups),
+        "document": control(menu, "document", options=names),
+        "position": control(slider, "position", max=0, **let_go),
+        "layer": control(slider, "layer", min=1, max=n_layers, **let_go),
     }
     return Panel(
         controls=controls,
@@ -73,7 +55,7 @@ def format_cost(source: Costs) -> Panel:
 
 
 def cost(
-    source: Costs, *, format: str, group: str, document: str, position: int, layer: int
+    source: Any, *, format: str, group: str, document: str, position: int, layer: int
 ) -> Content:
     """What the panel shows for one choice, without a panel.
 
@@ -111,7 +93,7 @@ def _short(cell: Any) -> str:
     return cell if isinstance(cell, str) else f"{cell:.3g}"
 
 
-def _choices(source: Costs) -> dict[tuple[str, str], str]:
+def _choices(source: Any) -> dict[tuple[str, str], str]:
     """(format, group) -> name: "int4-group32-asym" is format int4-asym in groups of 32."""
     parts = [(name, _GROUP.search(name)) for name in source.formats]
     return {
@@ -120,14 +102,12 @@ def _choices(source: Costs) -> dict[tuple[str, str], str]:
     }
 
 
-def _groups(source: Costs, family: str) -> list[str]:
+def _groups(source: Any, family: str) -> list[str]:
     return [group for format, group in _choices(source) if format == family]
 
 
-def _adapt(source: Costs, controls: Mapping) -> None:
-    groups = _groups(source, controls["format"].value)
-    if list(controls["group"].options) != groups:
-        controls["group"].options = groups
+def _adapt(source: Any, controls: Mapping) -> None:
+    offer(controls["group"], _groups(source, controls["format"].value))
     controls["position"].max = len(source.ids(controls["document"].value)) - 1
 
 

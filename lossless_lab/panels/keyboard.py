@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import html
+from pathlib import Path
 
 import ipywidgets
 
 # JupyterLab's cell shortcuts (arrows, M, D D) leave a focused element alone only if it carries the
 # attribute itself; a parent's is looked at too late. A slider of named values says its place (2.0)
 # to a screen reader rather than the value that it shows.
-_SCRIPT = """
-(function start(image, tries) {
-  const panel = image.closest('.lossless-lab-panel');
-  if (!panel) { if (tries) setTimeout(start, 100, image, tries - 1); return; }
-  const say = () => {
-    for (const focusable of panel.querySelectorAll('select, input, button, [tabindex]'))
-      focusable.setAttribute('data-lm-suppress-shortcuts', 'true');
-    for (const slider of panel.querySelectorAll('.widget-hslider')) {
-      const handle = slider.querySelector('.noUi-handle');
-      const shown = slider.querySelector('.widget-readout')?.textContent;
-      if (handle && shown && handle.getAttribute('aria-valuetext') !== shown) {
-        handle.setAttribute('aria-valuetext', shown);
-        handle.setAttribute('aria-label', slider.querySelector('.widget-label')?.textContent);
-      }
-    }
-    for (const picture of panel.querySelectorAll('img.widget-image'))
-      if (!picture.alt) picture.alt = 'Chart of the figures that the text above it gives';
-  };
-  new MutationObserver(say).observe(panel, {
-    subtree: true, childList: true, characterData: true, attributeFilter: ['aria-valuetext'],
-  });
-  say();
-})(this, 100)
-"""
+_SCRIPT = Path(__file__).with_name("keyboard.js").read_text("utf-8")
 
 
 def keyboard() -> ipywidgets.HTML:

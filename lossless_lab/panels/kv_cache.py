@@ -12,7 +12,7 @@ from lossless_lab import kv_cache
 from lossless_lab.kv_cache.sizing import binary
 from lossless_lab.plots.kv_cache import KINDS, kv_cache_growth, kv_cache_memory
 
-from .base import Content, Panel
+from .base import Content, Panel, control, offer
 
 GIB = 2**30
 CONTEXTS = tuple(2**n for n in range(9, 21))
@@ -26,22 +26,18 @@ BESIDE = ("llama-3.1-8b", "gemma-3-27b", "deepseek-r1", "qwen3.5-27b")
 
 def kv_cache_sizing(*, model: str = "llama-3.1-8b", beside: tuple[str, ...] = BESIDE) -> Panel:
     """Panel over `fit`: one bundled model in a GPU's memory, its growth beside other models'."""
-    look = {"style": {"description_width": "110px"}, "layout": {"width": "460px"}}
-
-    def choice(kind, label, options, value):
-        return kind(options=options, value=value, description=label, **look)
-
+    choice = functools.partial(control, width=(110, 460))
     slider, menu = ipywidgets.SelectionSlider, ipywidgets.Dropdown
     lengths = [(f"{n:,}", n) for n in CONTEXTS]
     controls = {
-        "model": choice(menu, "model", sorted(kv_cache.models().model), model),
-        "context": choice(slider, "context (tokens)", lengths, 8192),
-        "batch": choice(slider, "requests", BATCHES, 4),
-        "dtype": choice(menu, "cache format", DTYPES, "bfloat16"),
-        "weights": choice(menu, "weight format", WEIGHTS, "bfloat16"),
-        "engine": choice(menu, "engine", ENGINES, "vllm"),
-        "n_gpus": choice(slider, "GPUs (TP)", (1, 2, 4, 8), 1),
-        "memory": choice(slider, "GiB per GPU", MEMORY, 80),
+        "model": choice(menu, "model", options=sorted(kv_cache.models().model), value=model),
+        "context": choice(slider, "context (tokens)", options=lengths, value=8192),
+        "batch": choice(slider, "requests", options=BATCHES, value=4),
+        "dtype": choice(menu, "cache format", options=DTYPES, value="bfloat16"),
+        "weights": choice(menu, "weight format", options=WEIGHTS, value="bfloat16"),
+        "engine": choice(menu, "engine", options=ENGINES, value="vllm"),
+        "n_gpus": choice(slider, "GPUs (TP)", options=(1, 2, 4, 8), value=1),
+        "memory": choice(slider, "GiB per GPU", options=MEMORY, value=80),
     }
     return Panel(
         controls=controls,
@@ -57,9 +53,7 @@ def _offer_formats(controls) -> None:
     menu, rules = controls["dtype"], kv_cache.ENGINES.get(controls["engine"].value)
     known = rules.formats.split() if rules else DTYPES
     offered = tuple(name for name in DTYPES if name in known)
-    if menu.options != offered:
-        kept = menu.value if menu.value in offered else offered[0]
-        menu.options, menu.value = offered, kept
+    offer(menu, offered)
 
 
 def fit(

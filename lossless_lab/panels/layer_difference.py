@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import ipywidgets
 import pandas as pd
@@ -14,32 +14,18 @@ from lossless_lab.numerical.tensors import tensor_difference
 from lossless_lab.numerical.ulps import ulp_histogram
 from lossless_lab.plots.artists import legend, logarithmic, mark
 
-from .base import Content, Panel
+from .base import Content, Panel, control, offer
 
 
-class Layers(Protocol):
-    """What `layer_difference` is handed: see `pipeline.Inspection`, which keeps its answers."""
-
-    candidates: Mapping[str, Any]
-    rows: Mapping[str, Any]
-
-    def drift(self, candidate: str, prompt: str) -> pd.DataFrame:
-        """One row per layer and module, as from `compare_layers`, with `floor_relative_rms`."""
-
-    def tensors(self, candidate: str, prompt: str, layer: int, module: str) -> tuple[Any, Any]:
-        """Reference and candidate output [positions, size] of one module."""
-
-    def first_above(self, candidate: str, prompt: str) -> tuple[int, str] | None:
-        """(layer, module) where the drift first passes the noise."""
-
-    def refereed(self, candidate: str) -> Any:
-        """Which side is nearer to float64."""
-
-
-def layer_difference(source: Layers) -> Panel:
+def layer_difference(source: Any) -> Panel:
     """Panel that chooses candidate (dtype or compilation), prompt, layer and module.
 
     It opens where the drift of the first candidate leaves the noise, if it does.
+
+    Parameters
+    ----------
+    source : pipeline.Inspection, or what has the same `candidates`, `rows`, `drift`, `tensors`,
+        `first_above` and `refereed`, and keeps its answers.
 
     Raises
     ------
@@ -50,16 +36,13 @@ def layer_difference(source: Layers) -> Panel:
         raise ValueError("`source` must have at least one candidate; it has none")
     places = next(iter(source.candidates)), next(iter(source.rows))
     layer, module = source.first_above(*places) or (0, "residual")
-    wide = {"style": {"description_width": "80px"}, "layout": {"width": "420px"}}
+    menu, slider = ipywidgets.Dropdown, ipywidgets.IntSlider
+    at = {"value": layer, "max": layer, "continuous_update": False}
     controls = {
-        "candidate": ipywidgets.Dropdown(
-            options=list(source.candidates), description="candidate", **wide
-        ),
-        "prompt": ipywidgets.Dropdown(options=list(source.rows), description="prompt", **wide),
-        "layer": ipywidgets.IntSlider(
-            value=layer, max=layer, description="layer", continuous_update=False, **wide
-        ),
-        "module": ipywidgets.Dropdown(options=[module], description="module", **wide),
+        "candidate": control(menu, "candidate", options=list(source.candidates)),
+        "prompt": control(menu, "prompt", options=list(source.rows)),
+        "layer": control(slider, "layer", **at),
+        "module": control(menu, "module", options=[module]),
     }
     return Panel(
         controls=controls,
@@ -70,7 +53,7 @@ def layer_difference(source: Layers) -> Panel:
     )
 
 
-def difference(source: Layers, *, candidate: str, prompt: str, layer: int, module: str) -> Content:
+def difference(source: Any, *, candidate: str, prompt: str, layer: int, module: str) -> Content:
     """What the panel shows for one choice, without a panel."""
     drift = source.drift(candidate, prompt)
     pair = source.tensors(candidate, prompt, layer, module)
@@ -89,30 +72,22 @@ def difference(source: Layers, *, candidate: str, prompt: str, layer: int, modul
 
 
 def _values(frame: pd.DataFrame) -> pd.DataFrame:
-    names = {
-        "relative_rms": "relative RMS", "sqnr_db": "SQNR, dB", "cosine": "cosine",
-        "ulp_q50": "median steps", "ulp_q99": "99 % steps", "mean_error": "mean error",
-        "mean_error_pvalue": "p (mean error)", "answer": "noise or bias",
-    }  # fmt: skip
+    """The row's main figures under readable names."""
     row = frame.iloc[0]
-    shown = {
-        title: f"{row[name]:.6g}" if name == "cosine" else
-        row[name] if name == "answer" else f"{row[name]:.3g}"
-        for name, title in names.items()
-    }  # fmt: skip
-    return pd.DataFrame([shown])
+    shown = {"relative RMS": "relative_rms", "SQNR, dB": "sqnr_db", "median steps": "ulp_q50",
+             "99 % steps": "ulp_q99", "mean error": "mean_error",
+             "p (mean error)": "mean_error_pvalue"}  # fmt: skip
+    figures = {title: f"{row[name]:.3g}" for title, name in shown.items()}
+    cosine, answer = f"{row['cosine']:.6g}", row["answer"]
+    return pd.DataFrame([{**figures, "cosine": cosine, "noise or bias": answer}])
 
 
-def _adapt(source: Layers, controls: Mapping) -> None:
+def _adapt(source: Any, controls: Mapping) -> None:
     """Offer the modules that the chosen layer has."""
     drift = source.drift(controls["candidate"].value, controls["prompt"].value)
     controls["layer"].max = int(drift["layer"].max())
     here = list(drift.loc[drift["layer"] == controls["layer"].value, "module"])
-    module = controls["module"]
-    if list(module.options) != here:
-        before = module.value
-        module.options = here
-        module.value = before if before in here else here[-1]
+    offer(controls["module"], here, default=-1)
 
 
 def _draw(figure: Figure, content: Content, state: dict) -> None:

@@ -23,7 +23,7 @@ from lossless_lab.statistical.speculative import (
     processed,
 )
 
-from .base import Content, Panel
+from .base import Content, Panel, control
 
 TOP_K = (1, 2, 3, 5, 10, 20, 50, "all")
 
@@ -45,19 +45,18 @@ def speculation(
     decode : ids to text, for the labels of tokens.
     position : the place that is shown first.
     """
-    look = {"style": {"description_width": "110px"}, "layout": {"width": "420px"}}
     share = {"min": 0.0, "max": 1.0, "step": 0.1, "readout_format": ".1f"}
-    slider, chosen = ipywidgets.FloatSlider, ipywidgets.SelectionSlider
-    place = {"value": position, "max": len(target_logits) - 1, "description": "position"}
-    warmth = {"value": 1.0, "min": 0.1, "max": 2.0, "step": 0.1, "description": "temperature"}
+    warmth = {"value": 1.0, "min": 0.1, "max": 2.0, "step": 0.1}
+    slider, whole, menu = ipywidgets.FloatSlider, ipywidgets.IntSlider, ipywidgets.Dropdown
+    chosen, made = ipywidgets.SelectionSlider, functools.partial(control, width=(110, 420))
     controls = {
-        "position": ipywidgets.IntSlider(**place, **look),
-        "temperature": slider(**warmth, **look),
-        "top_k": chosen(options=TOP_K, value="all", description="top-k", **look),
-        "top_p": slider(**{**share, "min": 0.1}, value=1.0, description="top-p", **look),
-        "quality": slider(**share, value=0.5, description="draft quality", **look),
-        "gamma": ipywidgets.IntSlider(value=4, min=1, max=8, description="γ", **look),
-        "rule": ipywidgets.Dropdown(options=list(rules), description="rule", **look),
+        "position": made(whole, "position", value=position, max=len(target_logits) - 1),
+        "temperature": made(slider, "temperature", **warmth),
+        "top_k": made(chosen, "top-k", options=TOP_K, value="all"),
+        "top_p": made(slider, "top-p", value=1.0, **share | {"min": 0.1}),
+        "quality": made(slider, "draft quality", value=0.5, **share),
+        "gamma": made(whole, "γ", value=4, min=1, max=8),
+        "rule": made(menu, "rule", options=list(rules)),
     }
     return Panel(
         controls=controls,

@@ -20,7 +20,7 @@ from lossless_lab import plots
 from lossless_lab.statistical.divergences import distribution, from_probs, total_variation
 from lossless_lab.stats.intervals import mean_limits
 
-from .base import Content, Panel
+from .base import Content, Panel, control
 
 RULES = ("no draft", "correct residual", "resample from target", "greedy, judged soft")
 NOISE = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0)
@@ -36,12 +36,12 @@ def which_level_breaks(
     seed: int = 0,
 ) -> Panel:
     """Panel with a scale on the logits, noise on the logits, and the draft rule; see `levels`."""
-    look = {"style": {"description_width": "150px"}, "layout": {"width": "520px"}}
-    scale = {"value": 1.0, "min": 0.5, "max": 1.5, "step": 0.1, "description": "logits times"}
+    slider, made = ipywidgets.SelectionSlider, functools.partial(control, width=(150, 520))
+    scale = {"value": 1.0, "min": 0.5, "max": 1.5, "step": 0.1}
     controls = {
-        "scale": ipywidgets.FloatSlider(**scale, **look),
-        "noise": ipywidgets.SelectionSlider(options=NOISE, description="noise on logits", **look),
-        "rule": ipywidgets.SelectionSlider(options=RULES, description="draft rule", **look),
+        "scale": made(ipywidgets.FloatSlider, "logits times", **scale),
+        "noise": made(slider, "noise on logits", options=NOISE),
+        "rule": made(slider, "draft rule", options=RULES),
     }
     arrays = (np.asarray(a) for a in (logits, draft_logits, option_ids))
     return Panel(
