@@ -100,7 +100,6 @@ CHARTS = {
     plots.ulp_bars: steps,
     plots.layer_drift: layers,
     plots.distribution_dots: law,
-    plots.distribution_scatter: law,
     plots.divergence_by_position: positions,
     plots.divergence_by_prompt: positions,
     plots.first_divergence: pairs,
@@ -204,12 +203,6 @@ def test_dots_stand_at_the_logprobs_and_an_impossible_token_has_none():
         plots.distribution_dots(law().assign(candidate_logprob=[-1, np.nan, -1]))
 
 
-def test_scatter_counts_the_tokens_that_it_cannot_show():
-    ax = plots.distribution_scatter(law())
-    assert len(named(ax, "tokens").get_xdata()) == 2
-    assert "1 not shown" in ax.get_legend().get_texts()[1].get_text()
-
-
 def test_divergence_by_position_keeps_infinite_values_of_one_prompt_among_many():
     ok, bad = positions(), positions(prompt_id="b", kl_reference_candidate_nats=np.inf)
     bad.loc[0, "total_variation"] = np.nan
@@ -232,8 +225,6 @@ def test_divergence_by_prompt_sorts_and_says_where_zero_and_infinity_sit():
     assert "left edge: 0" in ax.get_xlabel()
     frame.iloc[0, frame.columns.get_loc("total_variation")] = np.nan
     assert "right edge: infinite or NaN" in plots.divergence_by_prompt(frame).get_xlabel()
-    with pytest.raises(ValueError, match="`quantity` must be"):
-        plots.divergence_by_prompt(frame, quantity="perplexity")
 
 
 def test_many_prompts_are_counted_rather_than_printed_over_each_other():

@@ -1,6 +1,6 @@
 """Tidy DataFrame in, matplotlib Axes out; the only room that draws."""
 
-from .distributions import distribution_dots, distribution_scatter
+from .distributions import distribution_dots
 from .divergences import divergence_by_position, divergence_by_prompt, first_divergence
 from .labels import token_label
 from .layers import layer_drift
@@ -11,29 +11,9 @@ from .tasks import margin_by_items, task_changes
 from .theme import COLOURS, PRESETS, axes, style
 
 __all__ = [
-    "COLOURS",
-    "PRESETS",
-    "acceptance_picture",
-    "axes",
-    "convergence",
-    "distribution_dots",
-    "distribution_scatter",
-    "divergence_by_position",
-    "divergence_by_prompt",
-    "drift_by_stage",
-    "error_triangle",
-    "first_divergence",
-    "flips",
-    "format_ladder",
-    "kl_tail",
-    "layer_drift",
-    "local_error",
-    "margin_by_items",
-    "power_curves",
-    "sensitivity_map",
-    "style",
-    "survival",
-    "task_changes",
-    "token_label",
-    "ulp_bars",
-]
+    "COLOURS", "PRESETS", "acceptance_picture", "axes", "convergence", "distribution_dots",
+    "divergence_by_position", "divergence_by_prompt", "drift_by_stage", "error_triangle",
+    "first_divergence", "flips", "format_ladder", "kl_tail", "layer_drift", "local_error",
+    "margin_by_items", "power_curves", "sensitivity_map", "style", "survival", "task_changes",
+    "token_label", "ulp_bars",
+]  # fmt: skip

@@ -48,35 +48,3 @@ def distribution_dots(frame: pd.DataFrame, *, ax: Axes | None = None, n_tokens: 
     ax.set_xlabel("log-probability (nats)")
     legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return ax
-
-
-@chart("reference_logprob", "candidate_logprob")
-def distribution_scatter(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """The whole law, one dot a token: candidate's logprob against the reference's.
-
-    Parameters
-    ----------
-    frame : columns `reference_logprob`, `candidate_logprob` (nats), one row a token.
-    ax : axes to draw on; a second call moves the dots drawn before.
-
-    Returns
-    -------
-    Axes with the diagonal of equal laws; tokens impossible on one side are counted in the legend.
-    """
-    both = frame[["reference_logprob", "candidate_logprob"]].to_numpy(dtype=float)
-    finite = np.isfinite(both)
-    x, y = both[finite.all(axis=1)].T
-    low = np.floor(np.min(both, initial=0.0, where=finite)) - 0.5
-    high = max(np.ceil(np.max(both, initial=-np.inf, where=finite)), low + 1)
-    line(
-        ax, "equal", [low, high], [low, high], color=COLOURS["guide"], linewidth=0.8, label="equal"
-    )
-    look = {"color": COLOURS["candidate"], "marker": ".", "markersize": 2.5, "linestyle": ""}
-    dots = line(ax, "tokens", x, y, markeredgewidth=0, rasterized=True, **look)
-    n_hidden = int((finite.sum(axis=1) == 1).sum())
-    hidden = f" ({n_hidden} not shown: probability 0 on one side)" if n_hidden else ""
-    dots.set_label(f"token{hidden}")
-    ax.set(xlim=(low, high), ylim=(low, high))
-    ax.set(xlabel="reference log-probability (nats)", ylabel="candidate log-probability\n(nats)")
-    legend(ax, loc="upper left")
-    return ax

@@ -37,6 +37,9 @@ def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+_SIDES = ("reference", "float64"), ("candidate", "float64"), ("reference", "candidate")
+
+
 @chart("side", "rms")
 def error_triangle(
     frame: pd.DataFrame,
@@ -55,42 +58,25 @@ def error_triangle(
     names : what the corners of reference and candidate are called.
     """
     sides = frame.set_index("side")["rms"].astype(float)
-    a, b = sides["reference–float64"], sides["candidate–float64"]
-    c = sides["reference–candidate"]
+    a, b, c = (sides["–".join(ends)] for ends in _SIDES)
     along = (a * a - b * b + c * c) / (2 * c) if c else 0.0
-    corners = {
-        "reference": (0.0, 0.0),
-        "candidate": (c, 0.0),
-        "float64": (along, np.sqrt(max(a * a - along * along, 0.0))),
-    }
+    top = (along, np.sqrt(max(a * a - along * along, 0.0)))
+    corners = {"reference": (0.0, 0.0), "candidate": (c, 0.0), "float64": top}
     x, y = zip(*corners.values(), strict=True)
     outline = {"color": COLOURS["guide"], "linewidth": 1.2, "zorder": 1}
     line(ax, "outline", [*x, x[0]], [*y, y[0]], **outline)
     for text in list(ax.texts):
         text.remove()
-    colours = {**COLOURS, "float64": "black"}
-    for name, (px, py) in corners.items():
-        look = {"marker": "o", "linestyle": "", "color": colours[name]}
-        line(ax, name, [px], [py], **look)
-        below, said = name != "float64", dict(zip(("reference", "candidate"), names, strict=True))
-        shift = (0, -12) if below else (0, 7)
-        ax.annotate(
-            said.get(name, name),
-            (px, py),
-            shift,
-            textcoords="offset points",
-            ha="center",
-            fontsize="small",
-        )
-    pairs = (
-        ("reference", "float64", a),
-        ("candidate", "float64", b),
-        ("reference", "candidate", c),
-    )
-    for first, second, length in pairs:
+    look = {"ha": "center", "fontsize": "small"}
+    for name, place, said in zip(corners, corners.values(), (*names, "float64"), strict=True):
+        colour = COLOURS.get(name, "black")
+        line(ax, name, place[:1], place[1:], marker="o", linestyle="", color=colour)
+        shift = (0, 7 if name == "float64" else -12)
+        ax.annotate(said, place, shift, textcoords="offset points", **look)
+    look |= {"va": "center", "bbox": {"fc": "white", "ec": "none", "pad": 1}}
+    for first, second in _SIDES:
         middle = np.mean([corners[first], corners[second]], axis=0)
-        look = {"ha": "center", "va": "center", "fontsize": "small"}
-        ax.text(*middle, f"{length:.3g}", bbox={"fc": "white", "ec": "none", "pad": 1}, **look)
+        ax.text(*middle, f"{sides[f'{first}–{second}']:.3g}", **look)
     ax.set_title("RMS distances (logits)", fontsize="small")
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.25)
