@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from lossless_lab.numerical.parts import compiled_parts
+from lossless_lab.pipeline.heads import Side, states_and_head
 from lossless_lab.pipeline.sampling import draw
 from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.divergences import MEASURES, divergences
@@ -37,7 +37,8 @@ def compare_on(
     Parameters
     ----------
     reference, candidate : as `models.load` returns them, or transformers networks
-        The reference brings the tokenizer; a candidate's own must give the same ids.
+        The reference brings the tokenizer; a candidate's own must give the same ids. Either may be
+        a `hidden_record.HiddenRecord`, of a model that read the documents before or elsewhere.
     documents : texts, or as from `prompts.read_documents`; None reads the bundled corpus.
     max_tokens : a document is read up to here; how many were longer is printed.
     progress : show a bar and print what was compared, and the reference's distance from itself.
@@ -108,8 +109,9 @@ def _read_in_lockstep(
     """Distances at every predicted token of all texts, in their order."""
     networks = [getattr(model, "network", model) for model in (reference, candidate)]
     for side, network in zip(("reference", "candidate"), networks, strict=True):
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"`{side}` must be a network or result of `load`; got {network!r}")
+        if not (isinstance(network, nn.Module) or hasattr(network, "reads")):
+            rule = "a network or result of `load` or a record of hidden states"
+            raise TypeError(f"`{side}` must be {rule}; got {network!r}")
         room = getattr(network.config.get_text_config(), "max_position_embeddings", np.inf)
         if long := [name for name, ids in tokens.items() if len(ids) > room]:
             where = f"document {long[0]!r} has {len(tokens[long[0]])} tokens"
@@ -119,9 +121,9 @@ def _read_in_lockstep(
         raise ValueError(
             f"`candidate` must have the reference's vocabulary, {sizes[0]} tokens; got {sizes[1]}"
         )
-    frames, batches = [], _batches(tokens)
+    frames, batches = [], batched(tokens)
     with torch.inference_mode():
-        sides = [_states_and_head(network, next(iter(tokens.values()))) for network in networks]
+        sides = [states_and_head(network, tokens) for network in networks]
         if progress:
             again = _compared(batches[0], tokens, [sides[0], sides[0]])
             print(f"reference against itself: largest KL {again[MEASURES[0]].max():g}")
@@ -161,7 +163,7 @@ def read_tokens(
     return found, n_cut
 
 
-def _batches(tokens: dict[str, list[int]]) -> list[list[str]]:
+def batched(tokens: dict[str, list[int]]) -> list[list[str]]:
     """Names of documents, alike in length, that together stay within _TOKENS."""
     batches: list[list[str]] = []
     for name in sorted(tokens, key=lambda name: len(tokens[name])):
@@ -171,47 +173,25 @@ def _batches(tokens: dict[str, list[int]]) -> list[list[str]]:
     return batches
 
 
-Side = tuple[Callable[..., torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
-
-
-def _states_and_head(network: nn.Module, ids: Sequence[int]) -> Side:
-    """Hidden states of a batch, and the head that makes logits of some of their rows.
-
-    Where that is not the network's own computation (a soft cap or scale behind the head, compiled
-    code, a patched forward), the states are the logits of the whole batch, and the head is none.
-    """
-
-    def logits(**inputs: torch.Tensor) -> torch.Tensor:
-        inputs = {name: x.to(network.device) for name, x in inputs.items()}
-        return network(**inputs, use_cache=False).logits
-
-    def states(**inputs: torch.Tensor) -> torch.Tensor:
-        inputs = {name: x.to(network.device) for name, x in inputs.items()}
-        return network.base_model(**inputs, use_cache=False).last_hidden_state
-
-    if compiled_parts(network) or "forward" in vars(network) or network._forward_hooks:
-        return logits, nn.Identity()
-    head = network.get_output_embeddings()
-    one = torch.tensor([ids[:8]])
-    inputs = {"input_ids": one, "attention_mask": torch.ones_like(one)}
-    try:
-        torch.testing.assert_close(head(states(**inputs)), logits(**inputs), equal_nan=True)
-    except (AssertionError, AttributeError, TypeError):
-        return logits, nn.Identity()
-    return states, head
-
-
-def _compared(names: list[str], tokens: dict[str, list[int]], sides: list[Side]) -> pd.DataFrame:
-    """Distances at every predicted token of one batch of documents."""
+def padded(
+    names: list[str], tokens: dict[str, list[int]]
+) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Names, ids and mask of one batch of documents."""
     longest = max(len(tokens[name]) for name in names)
     ids, mask = torch.zeros(2, len(names), longest, dtype=torch.long)
     for i, name in enumerate(names):
         ids[i, : len(tokens[name])] = torch.tensor(tokens[name])
         mask[i, : len(tokens[name])] = 1
+    return names, ids, mask
+
+
+def _compared(names: list[str], tokens: dict[str, list[int]], sides: list[Side]) -> pd.DataFrame:
+    """Distances at every predicted token of one batch of documents."""
+    names, ids, mask = padded(names, tokens)
     row, position = torch.nonzero(mask[:, 1:], as_tuple=True)
     found = []
-    states = [read(input_ids=ids, attention_mask=mask)[row, position] for read, _ in sides]
-    for where, logits in _chunks(states, [head for _, head in sides]):
+    states = [read(names, ids, mask) for read, _ in sides]
+    for where, logits in chunks(states, [head for _, head in sides]):
         at = position[where]
         part = divergences(*logits, correct_ids=ids[row[where], at + 1].tolist())
         lost = {i: token for i, way, token in part.infinite if way == "reference‖candidate"}
@@ -224,7 +204,7 @@ def _compared(names: list[str], tokens: dict[str, list[int]], sides: list[Side])
     return pd.concat(found)
 
 
-def _chunks(
+def chunks(
     states: list[torch.Tensor], heads: list[Callable[[torch.Tensor], torch.Tensor]]
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """Logits of both sides for as many rows as _LOGITS holds."""
