@@ -246,6 +246,29 @@ def test_pairs_without_a_preference_are_left_out_and_counted(frame, tiny_target,
     assert "3 of 3 left out: both sides go on alike" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_the_export_is_strict_json(frame, tiny_target, tiny_draft, tmp_path, value):
+    """No Infinity or NaN, which `json.loads` reads and no other parser does; the reason is told."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    first = frame["document"] == DOCUMENTS[0].id
+    broken = frame.assign(**{KL: frame[KL].mask(first & (frame["position"] == 7), value)})
+    broken = broken[first | (frame["document"] == DOCUMENTS[1].id)]
+    if value < 0:  # the best, not the worst: of its document it must be all that there is
+        broken = broken[~first | (broken["position"] == 7)]
+    path = tmp_path / "failed.jsonl"
+    failures.export_failures(path, broken, tiny_target, tiny_draft, DOCUMENTS, n=2, n_tokens=4)
+    text = path.read_text(encoding="utf-8")
+    lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    told = {line["document"]: (line[KL], line["not_finite"]) for line in lines}
+    assert told.pop(DOCUMENTS[0].id) == (None, str(float(value)))
+    assert [(x > 0, word) for x, word in told.values()] == [(True, None)]
+    with pytest.raises(AssertionError, match=r"Infinity|NaN"):  # what the check would catch
+        json.loads(json.dumps({KL: float(value)}), parse_constant=refuse)
+
+
 def test_other_documents_and_frames_without_a_value_are_refused(frame, tiny_target, tmp_path):
     first = frame[frame["document"] == DOCUMENTS[0].id]
     swapped = [DOCUMENTS[0].model_copy(update={"text": DOCUMENTS[3].text})]

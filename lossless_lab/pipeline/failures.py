@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from lossless_lab.pipeline.corpus import read_tokens
 from lossless_lab.prompts import Document, read_documents
+from lossless_lab.runs.folder import json_line
 from lossless_lab.statistical.distances import MEASURES
 
 PLACES = ((0, "first 4"), (4, "5 to 16"), (16, "17 to 64"), (64, "beyond 64"))
@@ -123,8 +123,9 @@ def export_failures(
 
     One JSON object a line: prompt (the text up to that token), completion (the reference's greedy
     continuation) and rejected (the candidate's), the names that libraries for fine-tuning expect,
-    each with its ids; document, position and the measure. Where both go on alike there is nothing
-    to prefer: that line is left out, and their number is printed.
+    each with its ids; document, position and the measure. Strict JSON: a measure that is inf or NaN
+    is null, and `not_finite` tells which. Where both go on alike there is nothing to prefer: that
+    line is left out, and their number is printed.
 
     Returns
     -------
@@ -149,10 +150,11 @@ def export_failures(
         decode = reference.tokenizer.decode
         row = {name: decode(ids, skip_special_tokens=True) for name, ids in parts.items()}
         row |= {f"{name}_ids": ids for name, ids in parts.items()}
-        row |= {"document": place.document, "position": place.position}
-        rows.append(row | {measure: float(getattr(place, measure))})
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    Path(path).write_text(lines, encoding="utf-8")
+        row |= {"document": place.document, "position": int(place.position)}
+        value = float(getattr(place, measure))
+        told = (value, None) if np.isfinite(value) else (None, str(value))
+        rows.append(row | dict(zip((measure, "not_finite"), told, strict=True)))
+    Path(path).write_bytes(b"".join(map(json_line, rows)))
     if len(rows) < len(worst):
         print(f"{len(worst) - len(rows)} of {len(worst)} left out: both sides go on alike")
     return pd.DataFrame(rows)
