@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossless_lab import number_formats as room
-from lossless_lab.number_formats import FORMATS, grids, number_format, round_to
+from lossless_lab.number_formats import FORMATS, number_format, round_to
+from lossless_lab.number_formats.formats import GRIDS
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-GRIDS = {
-    "float8_e4m3fn": grids.E4M3,
-    "float8_e5m2": grids.E5M2,
-    "float6_e3m2fn": grids.E3M2,
-    "float6_e2m3fn": grids.E2M3,
-    "float4_e2m1fn": grids.E2M1,
+BY_DTYPE = {
+    "float8_e4m3fn": GRIDS["e4m3"],
+    "float8_e5m2": GRIDS["e5m2"],
+    "float6_e3m2fn": GRIDS["e3m2"],
+    "float6_e2m3fn": GRIDS["e2m3"],
+    "float4_e2m1fn": GRIDS["e2m1"],
 }
 SCALED = [name for name, fmt in FORMATS.items() if isinstance(fmt, room.Format)]
 INTEGERS = [name for name in SCALED if name.startswith("int")]
@@ -49,31 +50,31 @@ def probes(dtype):
 
 def against_ml_dtypes(nearest, name):
     """Number of probes where a rounding differs from the cast of ml_dtypes."""
-    dtype, top = getattr(ml_dtypes, name), GRIDS[name].max
+    dtype, top = getattr(ml_dtypes, name), BY_DTYPE[name].max
     x = np.concatenate([probes(np.dtype(dtype)), all_halves().numpy()]).astype(np.float32)
     x = x[np.abs(x) <= top]
     return int((nearest(torch.from_numpy(x)).numpy() != x.astype(dtype).astype(np.float32)).sum())
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", BY_DTYPE)
 def test_float_grids_are_those_of_ml_dtypes_exhaustively(name):
-    grid, info = GRIDS[name], ml_dtypes.finfo(getattr(ml_dtypes, name))
+    grid, info = BY_DTYPE[name], ml_dtypes.finfo(getattr(ml_dtypes, name))
     assert (grid.bits, grid.mantissa, grid.max) == (info.bits, info.nmant, float(info.max))
     assert grid.smallest_normal == float(info.smallest_normal)
     assert grid.smallest_subnormal == float(info.smallest_subnormal)
     assert against_ml_dtypes(grid.nearest, name) == 0
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", BY_DTYPE)
 @pytest.mark.parametrize("field", ["mantissa", "emin"])
 def test_a_grid_off_by_one_is_caught(name, field):
-    grid = GRIDS[name]
+    grid = BY_DTYPE[name]
     assert against_ml_dtypes(replace(grid, **{field: getattr(grid, field) + 1}).nearest, name)
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", BY_DTYPE)
 def test_ties_away_from_zero_and_truncation_are_caught(name):
-    grid = GRIDS[name]
+    grid = BY_DTYPE[name]
     for shift in (1e-6, -0.5):  # of a step, away from zero
 
         def wrong(x, shift=shift):
@@ -84,17 +85,17 @@ def test_ties_away_from_zero_and_truncation_are_caught(name):
         assert against_ml_dtypes(wrong, name)
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", BY_DTYPE)
 def test_what_is_beyond_a_grid_saturates(name):
-    grid = GRIDS[name]
+    grid = BY_DTYPE[name]
     x = torch.tensor([grid.max * 1.01, -grid.max * 1000, 3e38])
     assert grid.nearest(x).tolist() == [grid.max, -grid.max, grid.max]
 
 
 @pytest.mark.parametrize(
     ("grid", "dtype"),
-    [(grids.FP16, torch.float16), (grids.BF16, torch.bfloat16),
-     (grids.E4M3, torch.float8_e4m3fn), (grids.E5M2, torch.float8_e5m2)],
+    [(GRIDS["float16"], torch.float16), (GRIDS["bfloat16"], torch.bfloat16),
+     (GRIDS["e4m3"], torch.float8_e4m3fn), (GRIDS["e5m2"], torch.float8_e5m2)],
     ids=lambda x: getattr(x, "name", ""),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
@@ -107,7 +108,7 @@ def test_float_grids_are_the_casts_of_torch_on_any_float32(grid, dtype, bits):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_integer_grids_are_those_of_ml_dtypes(bits):
-    grid, dtype = grids.integers(bits), getattr(ml_dtypes, f"int{bits}")
+    grid, dtype = GRIDS[f"int{bits}"], getattr(ml_dtypes, f"int{bits}")
     x = np.arange(-grid.max, grid.max + 0.01, 0.125, dtype=np.float32)
     expected = np.rint(x).astype(dtype).astype(np.float32)
     assert np.array_equal(grid.nearest(torch.from_numpy(x)).numpy(), expected)
@@ -179,7 +180,8 @@ def test_a_wrong_group_boundary_is_caught(normal, wrong):
 
 def test_a_scale_stored_in_fp8_is_told_from_float16(normal):
     x, fmt = normal(), number_format("int4-group32")
-    good, bad = (round_to(x, replace(fmt, scale=grid)) for grid in (grids.FP16, grids.E4M3))
+    grids = GRIDS["float16"], GRIDS["e4m3"]
+    good, bad = (round_to(x, replace(fmt, scale=grid)) for grid in grids)
     theirs, _ = by_torchao(x, fmt)
     assert (good - theirs).norm() < 0.1 * (x - theirs).norm()  # a few weights beside a tie
     assert (bad - theirs).norm() > 0.5 * (x - theirs).norm()
@@ -227,14 +229,14 @@ def test_the_nf4_table_follows_from_the_normal_quantiles():
     positive = norm.ppf(np.linspace(offset, 0.5, 9)[:-1])
     negative = -norm.ppf(np.linspace(offset, 0.5, 8)[:-1])
     table = np.sort(np.concatenate([positive, [0], negative])) / positive.max()
-    assert np.allclose(table, grids.NF4.values, atol=2e-7)
+    assert np.allclose(table, GRIDS["nf4"].values, atol=2e-7)
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-double"])
 def test_nf4_is_that_of_torchao(normal, name):
     room_of = pytest.importorskip("torchao.dtypes.nf4tensor")
     x = normal(64, 1024)
-    coarse = replace(grids.NF4, values=tuple(round(v, 4) for v in grids.NF4.values))
+    coarse = replace(GRIDS["nf4"], values=tuple(round(v, 4) for v in GRIDS["nf4"].values))
     ours = round_to(x, replace(FORMATS[name], grid=coarse))
     theirs = room_of.NF4Tensor.from_tensor(x, 64, 256)
     if name == "nf4":  # torchao always quantises scales: take its codes and the exact scales
@@ -309,7 +311,7 @@ def test_powers_of_two_pass_through(name, power, seed):
 @pytest.mark.parametrize("name", ["int8-channel", "int4-group32", "fp8-e4m3", "mxfp4", "nf4"])
 def test_no_value_of_the_grid_is_nearer(normal, name):
     """Against the whole codebook of each group, found by brute force."""
-    fmt, x = replace(FORMATS[name], scale=FORMATS[name].scale and grids.E8M0), normal(2, 256)
+    fmt, x = replace(FORMATS[name], scale=FORMATS[name].scale and GRIDS["e8m0"]), normal(2, 256)
     width = {"channel": 256, "tensor": 512}.get(fmt.group, fmt.group)
     blocks = x.reshape(-1, width)
     codes = fmt.grid.values or fmt.grid.nearest(torch.linspace(-fmt.grid.max, fmt.grid.max, 99999))

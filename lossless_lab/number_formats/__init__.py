@@ -5,65 +5,37 @@ Nothing is packed here: `round_to` gives the values that unpacking would give.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import product
+from pathlib import Path
 
 import torch
 
-from lossless_lab.number_formats.formats import Format, GgufFormat
-from lossless_lab.number_formats.grids import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    E8M0,
-    FP16,
-    INT2,
-    INT3,
-    INT4,
-    INT8,
-    NF4,
-    Grid,
-)
+from lossless_lab.number_formats.formats import GRIDS, Format, GgufFormat
 
 
-def _integer(grid: Grid, group: int | str, zero_point: bool) -> Format:
+def _integer(bits: int, group: int | str, zero_point: bool) -> Format:
     """Scales in float32 for a row, where they cost next to nothing; else in float16."""
     by_row = group == "channel"
-    name = f"{grid.name}-{group if by_row else f'group{group}'}{'-asym' if zero_point else ''}"
-    scale = None if by_row else FP16
+    name = f"int{bits}-{group if by_row else f'group{group}'}{'-asym' if zero_point else ''}"
+    scale, grid = None if by_row else GRIDS["float16"], GRIDS[f"int{bits}"]
     return Format(name=name, grid=grid, group=group, scale=scale, zero_point=zero_point)
 
 
-def _mx(name: str, grid: Grid) -> Format:
-    return Format(name=name, grid=grid, group=32, scale=E8M0, fixed=True)
+def _catalogue() -> Iterator[Format | GgufFormat]:
+    """Integers for every size of group, the formats of formats.json, and llama.cpp's blocks."""
+    for which in product((8, 4, 3, 2), ("channel", 128, 64, 32), (False, True)):
+        yield _integer(*which)
+    for row in json.loads(Path(__file__).with_name("formats.json").read_text("utf-8")):
+        by_name = {"grid": GRIDS[row["grid"]], "scale": GRIDS.get(row.get("scale"))}
+        yield Format(**row | by_name)
+    for name in ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"):
+        yield GgufFormat(name=name.lower(), type_name=name)
 
 
-FLOATS = (E4M3, E5M2, E3M2, E2M3, E2M1)
-FORMATS: dict[str, Format | GgufFormat] = {
-    fmt.name: fmt
-    for fmt in (
-        *(
-            _integer(*which)
-            for which in product((INT8, INT4, INT3, INT2), ("channel", 128, 64, 32), (False, True))
-        ),
-        *(Format(name=f"fp{g.bits}-{g.name}", grid=g, group="tensor") for g in FLOATS),
-        *(Format(name=f"fp{g.bits}-{g.name}-channel", grid=g) for g in FLOATS),
-        _mx("mxfp8-e4m3", E4M3),
-        _mx("mxfp8-e5m2", E5M2),
-        _mx("mxfp6-e3m2", E3M2),
-        _mx("mxfp6-e2m3", E2M3),
-        _mx("mxfp4", E2M1),
-        Format(name="nvfp4", grid=E2M1, group=16, scale=E4M3, tensor_scale=True, fixed=True),
-        Format(name="nf4", grid=NF4, group=64, fixed=True),
-        Format(name="nf4-double", grid=NF4, group=64, scale_group=256, fixed=True),
-        *(
-            GgufFormat(name=n.lower(), type_name=n)
-            for n in ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
-        ),
-    )
-}
+FORMATS: dict[str, Format | GgufFormat] = {fmt.name: fmt for fmt in _catalogue()}
 
 
 def number_format(fmt: str | Format | GgufFormat) -> Format | GgufFormat:

@@ -1,14 +1,64 @@
-"""How weights share scales: formats of scaled groups, and llama.cpp's blocks through gguf."""
+"""What a number format is: the grid of one element, and how weights share scales; gguf's blocks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
-from lossless_lab.number_formats.grids import E8M0, Grid
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The values that one element can take, positive and negative alike, or a table of them.
+
+    Between two powers of two the values are 2^(e − mantissa) apart; below 2^emin, 2^(emin −
+    mantissa). Integers are a grid that never leaves that lowest range.
+    """
+
+    name: str
+    bits: int  # stored for one element
+    mantissa: int = 0  # explicit bits of the mantissa
+    emin: int = 0  # exponent of the smallest normal value
+    max: float = 1.0  # largest finite value; what is beyond saturates there
+    values: tuple[float, ...] = ()  # the table, ascending, where there is one
+    source: str = ""
+
+    @property
+    def smallest_normal(self) -> float:
+        """2^emin: from here on a value has all its bits."""
+        return 2.0**self.emin
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value, 2^(emin − mantissa)."""
+        return 2.0 ** (self.emin - self.mantissa)
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        """The nearest value of the grid, ties to even; float32.
+
+        >>> GRIDS["int4"].nearest(torch.tensor([0.5, 1.5, -9.0])).tolist()
+        [0.0, 2.0, -7.0]
+        """
+        if self.values:
+            table = x.new_tensor(self.values)
+            return table[torch.bucketize(x.contiguous(), (table[1:] + table[:-1]) / 2)]
+        step = self.smallest_subnormal
+        if self.max >= 2 * self.smallest_normal:
+            exponent = torch.frexp(x).exponent.sub(1).clamp(min=self.emin)
+            step = torch.ldexp(torch.ones_like(x), exponent - self.mantissa)
+        return (x / step).round().mul(step).clamp(-self.max, self.max)
+
+
+GRIDS = {
+    grid.name: grid
+    for grid in TypeAdapter(list[Grid]).validate_json(
+        Path(__file__).with_name("grids.json").read_bytes()
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +141,7 @@ class Format:
         MX 1.0, section 6.3: 2^(⌊log2 largest⌋ − ⌊log2 grid.max⌋), beyond which elements saturate.
         """
         largest = blocks.abs().amax(-1, keepdim=True)
-        if self.scale is E8M0:
+        if self.scale is GRIDS["e8m0"]:
             exponent = torch.frexp(largest).exponent - math.frexp(self.grid.max)[1]
             return torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
         scale, whole = largest / self.grid.max, 1.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,23 +25,9 @@ _KIND_OF = {
 # Name of a weight -> (rows, columns) as in nn.Linear. "a|b" stand one after the other, "q,k,v"
 # head by head; None is left as it is. The longer name goes first.
 _WEIGHTS: dict[str, tuple[str | None, str | None]] = {
-    **dict.fromkeys(
-        ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "lm_head", "embed_out"),
-        (None, "hidden"),
-    ),
-    **dict.fromkeys(("mlp.gate", "mlp.shared_expert_gate"), (None, "hidden")),
-    "q_proj": ("q", "hidden"),
-    "k_proj": ("k", "hidden"),
-    "v_proj": ("v", "hidden"),
-    **dict.fromkeys(("qkv_proj", "c_attn"), ("q|k|v", "hidden")),
-    "query_key_value": ("q,k,v", "hidden"),
-    **dict.fromkeys(("o_proj", "out_proj", "dense", "attn.c_proj"), ("hidden", "o")),
-    "gate_proj": ("gate", "hidden"),
-    "up_proj": ("up", "hidden"),
-    "gate_up_proj": ("gate|up", "hidden"),
-    "down_proj": ("hidden", "down"),
-    **dict.fromkeys(("c_fc", "dense_h_to_4h", "fc1"), ("neuron", "hidden")),
-    **dict.fromkeys(("mlp.c_proj", "dense_4h_to_h", "fc2"), ("hidden", "neuron")),
+    name: tuple(roles)
+    for names, roles in json.loads(Path(__file__).with_name("weights.json").read_text()).items()
+    for name in names.split()
 }
 
 Change = Callable[[str, str, torch.Tensor], torch.Tensor]

@@ -6,9 +6,11 @@ original module, whose own forward is what it calls.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,23 +21,12 @@ from lossless_lab.optimizations.entry import Optimization, copied, every_positio
 from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
-# What each stage adds to the one before: backend and compiler options, by what it does. The last
-# four are the last full stage again with one switch turned.
-STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "capture": ("eager", {}),  # Dynamo's graph, run by the eager kernels
-        "trace": ("aot_eager", {}),  # AOTAutograd: functionalised, still the eager kernels
-        "decompose": ("aot_eager_decomp_partition", {}),  # into Inductor's smaller operations
-        "inductor": ("inductor", {}),  # fused loops in generated code
-        "inductor, casts emulated": ("inductor", {"emulate_precision_casts": True}),
-        "inductor, no contraction": (
-            "inductor",
-            {"cpp.enable_floating_point_contract_flag": "off"},
-        ),
-        "inductor, unsafe math": ("inductor", {"cpp.enable_unsafe_math_opt_flag": True}),
-        "inductor, eager's random": ("inductor", {"fallback_random": True}),
-    }
-)
+# What each stage adds to the one before: backend and compiler options. The last four are the last
+# full stage again with one switch turned.
+STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    name: (stage["backend"], stage["options"])
+    for name, stage in json.loads(Path(__file__).with_name("stages.json").read_text()).items()
+}
 
 
 def zeros(graph: torch.fx.GraphModule, inputs: list) -> Callable:

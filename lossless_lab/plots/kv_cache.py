@@ -8,21 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from .artists import bars, chart, legend, line
-from .theme import COLOURS
+from .theme import COLOURS, PALETTE
 
 GIB = 2**30
-# What fills memory, from the left; Okabe and Ito's colours, each name once.
-MEMORY = {
-    "weights": "#7F7F7F", "overhead": "#BDBDBD", "full": "#0072B2", "sliding": "#56B4E9",
-    "chunked": "#CC79A7", "latent": "#009E73", "indexer": "#F0E442", "cross": "#D55E00",
-    "state": "#E69F00", "headroom": "#FFFFFF", "activations": "#F0E442", "cache": "#0072B2",
-}  # fmt: skip
-KINDS = {
-    "full": "full attention",
-    "latent": "MLA latent",
-    "cross": "cross-attention",
-    "cache": "KV cache",
-}
+MEMORY, KINDS = PALETTE["memory"], PALETTE["kinds"]  # what fills memory, from the left
 MARKERS = ("o", "s", "^", "D", "v", "P")  # so that colour is not the only difference
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 

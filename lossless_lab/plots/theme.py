@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from pathlib import Path
 
 import matplotlib as mpl
 
 from .labels import drawable, families
 
-# Okabe and Ito's colours, told apart by colour-blind readers; each name has its colour once.
-COLOURS = {
-    "reference": "#0072B2",
-    "candidate": "#E69F00",
-    "kl_reference_candidate_nats": "#D55E00",
-    "kl_candidate_reference_nats": "#CC79A7",
-    "js_nats": "#56B4E9",
-    "total_variation": "#009E73",
-    "floor": "#BDBDBD",
-    "guide": "#7F7F7F",
-    "eager to float64": "#0072B2",
-    "compiled MLPs to float64": "#56B4E9",
-    "compiled MLPs to eager": "#E69F00",
-    "float16": "#56B4E9",
-    "bfloat16": "#D55E00",
-    "static-cache": "#CC79A7",
-    "batch-8": "#009E73",
-}
+# Names of series, kinds of memory and what is written for those; each name has its colour once.
+PALETTE = json.loads(Path(__file__).with_name("palette.json").read_text("utf-8"))
+COLOURS = PALETTE["series"]
 # An optimisation has its colour here too, the default candidate's otherwise.
 # Width, height in inches and dots per inch. A slide is drawn small and dense: its text stays large.
 PRESETS = {"single": (3.35, 2.4, 300), "double": (6.9, 2.8, 300), "slide": (5.33, 3.0, 360)}
