@@ -20,6 +20,8 @@ from lossless_lab.prompts import Document, read_documents
 from lossless_lab.statistical.one_position import distribution
 from lossless_lab.statistical.summary import DistanceSummary, distance_summary
 
+_STATISTICS = ["mean KL(reference‖candidate)", "mean TV", "same top token"]
+
 
 class FormatCosts:
     """Answers for the panel `format_cost` and for notebook 04; each is computed once.
@@ -97,33 +99,21 @@ class FormatCosts:
         rows = []
         for name in names:
             table = self.summary(name).frame.set_index("statistic")
-            kl = table.loc["mean KL(reference‖candidate)"]
-            rows.append(
-                {
-                    "format": name,
-                    "mean_kl_nats": kl["value"],
-                    "low": kl["low"],
-                    "high": kl["high"],
-                    "mean_tv": table.loc["mean TV", "value"],
-                    "same_top": table.loc["same top token", "value"],
-                }
-            )
-        return pd.DataFrame(rows)
+            kl, others = table.loc[_STATISTICS[0]], table.loc[_STATISTICS[1:], "value"]
+            rows.append((name, *kl[["value", "low", "high"]], *others))
+        columns = ["format", "mean_kl_nats", "low", "high", "mean_tv", "same_top"]
+        return pd.DataFrame(rows, columns=columns)
 
     def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
         """`table` of formats with their bits per weight, what the weights lost, the share of them
         that saturates, and how many matrices lay on that grid before, whose cost is not seen."""
         found = self.table(formats or self.formats)
-        weights = [self.weights(fmt) for fmt in found["format"]]
-        changed = [frame.loc[frame["relative_rms"] > 0, "sqnr_db"] for frame in weights]
-        before = [len(self.network(fmt).on_grid_before[fmt]) for fmt in found["format"]]
-        plain = self.model.network
-        bits = [mean_over_weights(plain, fmt) for fmt in found["format"]]
-        cut = [
-            mean_over_weights(plain, fmt, lambda f, w: f.saturated(w)) for fmt in found["format"]
-        ]
-        found.insert(1, "bits_per_weight", bits)
-        sqnr = [float(each.mean()) for each in changed]
+        names, plain = found["format"], self.model.network
+        weights = [self.weights(fmt) for fmt in names]
+        sqnr = [w.loc[w["relative_rms"] > 0, "sqnr_db"].mean() for w in weights]
+        before = [len(self.network(fmt).on_grid_before[fmt]) for fmt in names]
+        cut = [mean_over_weights(plain, fmt, lambda f, w: f.saturated(w)) for fmt in names]
+        found.insert(1, "bits_per_weight", [mean_over_weights(plain, fmt) for fmt in names])
         return found.assign(weights_sqnr_db=sqnr, saturated=cut, on_grid_before=before)
 
     def sensitivity(self, fmt: str, *, n_documents: int = 24) -> pd.DataFrame:

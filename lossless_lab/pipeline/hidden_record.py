@@ -18,8 +18,6 @@ from lossless_lab.pipeline.heads import Side, head_of, states_and_head
 from lossless_lab.prompts import Document
 from lossless_lab.statistical.divergences import MEASURES, divergences
 
-KIND = "hidden states 1"
-
 
 class HiddenRecord:
     """What a model's last norm put out on documents, which `compare_on` takes in its place.
@@ -44,12 +42,10 @@ class HiddenRecord:
         self.config, self.tokenizer = network.config, getattr(model, "tokenizer", None)
         try:
             self._stored = safe_open(path, framework="pt")
+            states, logits = map(self._stored.get_tensor, ("probe/states", "probe/logits"))
         except SafetensorError as error:
-            raise ValueError(f"`path` {path} is no safetensors file: {error}") from None
-        self.facts = self._stored.metadata() or {}
-        if self.facts.get("kind") != KIND:
-            raise ValueError(f"`path` {path} must hold {KIND!r}; got {self.facts.get('kind')!r}")
-        states, logits = map(self._stored.get_tensor, ("probe/states", "probe/logits"))
+            raise ValueError(f"`path` {path} holds no hidden states: {error}") from None
+        self.facts = self._stored.metadata()
         there, head = tuple(network.get_output_embeddings().weight.shape), head_of(network)
         if there != (needed := (logits.shape[1], states.shape[1])):
             rule = f"a head of {needed} as in {path}, vocabulary and hidden size"
@@ -58,9 +54,7 @@ class HiddenRecord:
             off = (head(states).cpu() - logits).abs().nan_to_num().max() / logits.abs().max()
         if off > 4 * max(torch.finfo(states.dtype).eps, 1e-5):
             rule = f"the head of {self.facts['model']}, which made the logits in {path}"
-            raise ValueError(
-                f"`model` must have {rule}; its own are off by {off:.2g} of the largest"
-            )
+            raise ValueError(f"`model` must have {rule}; it is off by {off:.2g} of the largest")
         self._side = self._read, lambda x: head(x.to(states.dtype))
 
     def reads(self, tokens: dict[str, list[int]]) -> Side:
@@ -127,5 +121,5 @@ def record_states(
     floor, name = np.concatenate(moved), getattr(model, "name", "a network")
     size = f"{len(floor)} tokens of {stored[0].nbytes} bytes"
     lost = f"mean KL {floor.mean():.2g} nats, at most {floor.max():.2g}"
-    save_file(kept, path, {"kind": KIND, "model": name, "size": size, "floor": lost})
+    save_file(kept, path, {"model": name, "size": size, "floor": lost})
     return HiddenRecord(path, model)
