@@ -12,6 +12,7 @@ from statsmodels.stats.proportion import proportions_ztest
 
 from lossless_lab.semantic.paired import (
     PairedTable,
+    finding,
     items_needed,
     mcnemar,
     non_inferiority,
@@ -100,6 +101,47 @@ def test_false_non_inferiority_at_the_margin(n, discordance):
         assert rate == pytest.approx(0.0602, abs=5e-5)  # the published true size
 
 
+def score_test(n, margin):
+    """The same rule from the likelihood: its maximum under "the loss is `margin`", then z."""
+
+    def decide(gained, lost):
+        rest = n - gained - lost
+        middle = lost * (1 + 3 * margin) + gained * (1 + margin) + 2 * rest * margin
+        share_lost = np.roots([-2 * n, middle, -lost * margin * (1 + margin)]).real.max()
+        spread = math.sqrt(n * (2 * share_lost - margin * (1 + margin)))
+        return gained - lost + n * margin > stats.norm.ppf(0.95) * spread
+
+    return decide
+
+
+@pytest.mark.parametrize("n", [100, 300, 1500])
+@pytest.mark.parametrize("discordance", [0.02, 0.05, 0.10])
+def test_power_is_that_of_the_score_test_and_equal_candidates_raise_few_alarms(n, discordance):
+    found = accepted_rate(n, discordance, 0.0, 0.02, not_inferior(n, 0.02))
+    theory = accepted_rate(n, discordance, 0.0, 0.02, score_test(n, 0.02))
+    assert found >= 0.95 * theory and found == pytest.approx(theory, abs=1e-6)
+
+    def no_alarm(gained, lost):
+        return non_inferiority(table(gained, lost, n), margin=0.02) != "DIFFERENT"
+
+    assert 1 - accepted_rate(n, discordance, 0.0, 0.02, no_alarm) <= 0.05
+    # Called worse than the margin when exactly at it: the upper limit's size, up to 8.2 %.
+    assert 1 - accepted_rate(n, discordance, -0.02, 0.02, no_alarm) <= 0.085
+
+
+@pytest.mark.parametrize("n", [100, 300, 1500])
+@pytest.mark.parametrize("discordance", [0.02, 0.05, 0.10])
+def test_mcnemar_raises_few_false_alarms(n, discordance):
+    """Exact: of m flips, each is a fair coin's."""
+    rate, cut = 0.0, -1  # the largest smaller half that is called unlike a fair coin's
+    for flips in range(int(stats.binom.isf(1e-12, n, discordance)) + 2):
+        while mcnemar(table(cut + 1, flips - cut - 1, n)) <= 0.05:
+            cut += 1
+        rejected = 2 * stats.binom.cdf(cut, flips, 0.5)
+        rate += stats.binom.pmf(flips, n, discordance) * rejected
+    assert 0 <= rate <= 0.05
+
+
 @pytest.mark.parametrize("n", [300, 1500])
 @pytest.mark.parametrize("discordance", [0.02, 0.05, 0.10])
 def test_power_is_that_of_the_normal_theory(n, discordance):
@@ -148,7 +190,41 @@ def test_equal_accuracy_is_not_equal_behaviour():
     same = PairedTable(both=150, only_reference=20, only_candidate=20, neither=30)
     assert same.accuracies == pytest.approx((0.773, 0.773), abs=5e-4) and mcnemar(same) == 1
     assert same.flip_rate == pytest.approx(0.182, abs=5e-4)
-    assert "the same accuracy, not the same behaviour" in str(same)
+    assert "18.2 % flipped" in str(same)
+    assert finding(same) == "the same accuracy, not the same behaviour"
+
+
+@pytest.mark.parametrize(
+    "gained, lost, n, only, said",
+    [
+        (20, 20, 220, None, True),  # equal as counted
+        (21, 20, 1500, None, True),  # equal within two points
+        (21, 20, 220, None, False),  # 220 items cannot show that
+        (2, 2, 220, None, False),  # four flips may as well be a re-ordering's: 1/16
+        (3, 3, 220, None, True),  # six: 1/64
+        (20, 20, 220, (25, 15), False),  # a re-ordering flips almost as many
+        (20, 20, 220, (30, 8), True),
+        (0, 0, 220, None, False),
+        (60, 10, 1500, None, False),  # better by more than the margin: not the same accuracy
+    ],
+)
+def test_same_accuracy_other_behaviour_needs_both_halves(gained, lost, n, only, said):
+    assert bool(finding(table(gained, lost, n), only=only)) == said
+
+
+@pytest.mark.parametrize("flips", [0.01, 0.03, 0.10])
+@pytest.mark.parametrize("n", [100, 300, 1500])
+def test_a_harmless_candidate_is_said_to_behave_otherwise_at_most_5_times_in_100(n, flips):
+    """Exact: candidate and re-ordering flip independently at one rate, as many lost as gained."""
+    one_sided = 2 * flips * (1 - flips)  # an item flips on one side alone
+    rate, cut = 0.0, 0  # the fewest flips of the candidate alone, of m, that are said
+    for m in range(int(stats.binom.isf(1e-9, n, one_sided)) + 2):
+        while cut <= m and not finding(table(9, 9, 999), only=(cut, m - cut)):
+            cut += 1
+        rate += stats.binom.pmf(m, n, one_sided) * stats.binom.sf(cut - 1, m, 0.5)
+    assert rate <= 0.05
+    if flips * n >= 30:
+        assert rate > 0.02, "and it is no empty promise"
 
 
 def test_items_needed():

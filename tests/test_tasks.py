@@ -16,7 +16,8 @@ from lossless_lab.pipeline import check
 from lossless_lab.pipeline.tasks import answer, choose, with_task_quality
 from lossless_lab.prompts import PromptFileError
 from lossless_lab.prompts.task_items import Task, read_tasks
-from lossless_lab.semantic.tasks import COLUMNS, answer_scores, compare_tasks
+from lossless_lab.semantic.items import COLUMNS
+from lossless_lab.semantic.tasks import answer_scores, compare_tasks
 from lossless_lab.stats.intervals import share_interval
 
 

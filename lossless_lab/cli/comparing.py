@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from lossless_lab.pipeline import Stored, as_subject, check
 from lossless_lab.runs.folder import write_json
+from lossless_lab.semantic.lm_eval import read_lm_eval
 from lossless_lab.semantic.tasks import TaskComparison, compare_tasks
 from lossless_lab.semantic.text import similarity
 from lossless_lab.verdict import Verdict
@@ -70,6 +71,8 @@ def _items(tables: list[Path], margin: float) -> TaskComparison | None:
 
 
 def _table(path: Path) -> pd.DataFrame:
+    if path.is_dir() or path.suffix == ".jsonl":
+        return read_lm_eval(path)
     try:
         return pd.read_csv(path, dtype=str, keep_default_na=False)
     except ValueError as error:

@@ -97,7 +97,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_answer(answer: argparse.ArgumentParser) -> None:
     answer.add_argument("out", type=Path, metavar="OUT.csv", help="table to write, a row per item")
     _add_model(answer)
-    text = "JSONL task file (see data/tasks/README.md); by default the bundled choice items"
+    text = "JSONL or CSV task file (see data/tasks/README.md); by default the bundled choice items"
     answer.add_argument("--tasks", type=Path, metavar="FILE", help=text)
     answer.add_argument("--every", type=_count, default=1, metavar="N", help="ask each N-th item")
 
@@ -132,8 +132,9 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     add("--margin-tv", type=_share, metavar="TV", help=tv)
     fields = "manifest fields that may differ, such as batch_size"
     add("--under-test", nargs="+", default=[], metavar="FIELD", help=fields)
-    text = "tables of `answer`, for level 3: reference, candidate and, better, a known-bad control"
-    add("--items", nargs="+", type=Path, default=[], metavar="FILE.csv", help=text)
+    text = "for level 3, tables of `answer` or samples that lm_eval logged (.jsonl or their folder): "
+    text += "reference, candidate and, better, a known-bad control"
+    add("--items", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     points = "task points that may be lost (2)"
     add("--margin-points", type=_points, default=2.0, metavar="POINTS", help=points)
     forms = ("text", "markdown", "latex", "json", "junit")

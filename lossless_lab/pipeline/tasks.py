@@ -15,8 +15,10 @@ from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.protocol import complete
 from lossless_lab.engines.transformers_engine import TransformersEngine
 from lossless_lab.prompts.task_items import Task
+from lossless_lab.semantic.items import COLUMNS
 from lossless_lab.semantic.paired import smallest_margin
-from lossless_lab.semantic.tasks import COLUMNS, TaskComparison, answer_scores
+from lossless_lab.semantic.tasks import TaskComparison, answer_scores
+from lossless_lab.semantic.text import refuse_uneven
 from lossless_lab.verdict import Answer, Verdict
 
 _TOKENS = 2048  # of one pass over prompts, all of one length
@@ -37,7 +39,7 @@ def choose(model: Any, tasks: Sequence[Task], *, progress: bool = True) -> pd.Da
     Returns
     -------
     DataFrame
-        `semantic.tasks.COLUMNS`, and chosen (the text) and logprobs_nats (of the choices).
+        `semantic.items.COLUMNS` and SHOWN, and logprobs_nats (of the choices).
 
     Raises
     ------
@@ -79,7 +81,7 @@ def answer(
     Returns
     -------
     DataFrame
-        `semantic.tasks.COLUMNS` (margin NaN, chance 0), the text, exact, recall and f1.
+        `semantic.items.COLUMNS` (margin NaN, chance 0) and SHOWN; exact, recall and f1.
     """
     if not tasks or any(task.answers is None for task in tasks):
         raise ValueError("`tasks` must be one or more items with `answers`")
@@ -91,7 +93,48 @@ def answer(
     for task, done in zip(tasks, (one for _, batch in batches for one in batch), strict=True):
         text = done.text.strip().split("\n")[0]
         scores = answer_scores(text, task.answers)
-        rows.append(_row(task, scores["recall"] == 1, np.nan, 0.0) | {"text": text} | scores)
+        rows.append(_row(task, scores["recall"] == 1, np.nan, 0.0) | {"chosen": text} | scores)
+    return pd.DataFrame(rows)
+
+
+@torch.inference_mode()
+def likelihood_shift(
+    model: Any, prompts: Sequence[str], own: Sequence[str], other: Sequence[str]
+) -> pd.DataFrame:
+    """How much likelier a model finds its own answers than the other side's, in nats per token.
+
+    It takes no embedding model and works in every language that the model does: near 0 where the
+    other answer might as well have been its own. Compare it with what another seed gives.
+
+    Parameters
+    ----------
+    model : as `models.load` returns it.
+    prompts, own, other : texts, answer by answer; `own` is what this model answered.
+
+    Returns
+    -------
+    DataFrame
+        own_nats and other_nats, log p of each answer per token; shift_nats, the first minus the
+        second, exactly 0 where the texts are equal.
+
+    Examples
+    --------
+    >>> from lossless_lab import load
+    >>> likelihood_shift(load("tiny-target"), ["The cache"], [" keeps keys"], [" keeps keys"])[
+    ...     "shift_nats"].tolist()
+    [0.0]
+    """
+    refuse_uneven(prompts=prompts, own=own, other=other)
+    rows = []
+    for i, (prompt, *pair) in enumerate(zip(prompts, own, other, strict=True)):
+        ids = model.tokenizer(prompt)["input_ids"]
+        ends = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair]
+        if not ids or not all(ends):
+            raise ValueError(f"prompt and answers {i} must hold a token at least; got {pair}")
+        (sums,) = _logprobs(model.network, torch.tensor([ids]), [ends])
+        nats = [total / len(end) for total, end in zip(sums, ends, strict=True)]
+        shift = nats[0] - nats[1] if pair[0] != pair[1] else 0.0
+        rows.append({"own_nats": nats[0], "other_nats": nats[1], "shift_nats": shift})
     return pd.DataFrame(rows)
 
 
@@ -106,6 +149,7 @@ def with_task_quality(verdict: Verdict, found: TaskComparison) -> Verdict:
         last = found.frame.iloc[-1]
         smallest = smallest_margin(found.table.n, max(found.table.flip_rate, 1 / found.table.n))
         hidden = ["other kinds of items"]
+        hidden += [f"the same answers ({found.finding})"] if found.finding else []
         hidden += [last["why"]] if last["why"] else []
         hidden += [f"categories without assay sensitivity ({', '.join(blunt)})"] if blunt else []
         answer = Answer(
@@ -125,7 +169,9 @@ def with_task_quality(verdict: Verdict, found: TaskComparison) -> Verdict:
 def _row(task: Task, right: bool, margin: float, chance: float) -> dict:
     group = task.group if task.group is not None else task.prompt
     values = (task.id, task.category, group, bool(right), float(margin), chance)
-    return dict(zip(COLUMNS, values, strict=True))
+    right_answer = task.answers[0] if task.choices is None else task.choices[task.answer]
+    shown = {"prompt": task.prompt, "right_answer": right_answer}
+    return dict(zip(COLUMNS, values, strict=True)) | shown
 
 
 def _batches(prompts: list[list[int]], endings: list[list[list[int]]]) -> Iterator[list[int]]:

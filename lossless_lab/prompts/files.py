@@ -5,7 +5,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -102,12 +102,16 @@ def read(path: str | Path | None = None) -> list[Prompt]:
     return read_items(path, Prompt, fields=FILE_FIELDS)
 
 
-def read_items(path: Path, model: type[Item], *, fields: Sequence[str]) -> list[Item]:
-    """The objects of a JSONL file in order, each checked by a pydantic model that has an `id`.
+def read_items(
+    path: Path, model: type[Item], *, fields: Sequence[str], rows: Callable | None = None
+) -> list[Item]:
+    """The objects of a file in order, each checked by a pydantic model that has an `id`.
 
     Parameters
     ----------
-    fields : the names that a line may hold.
+    fields : the names that an object may hold.
+    rows : path to pairs of a line's number and its object, or the rule that the line breaks; None
+        reads JSONL.
 
     Raises
     ------
@@ -117,19 +121,16 @@ def read_items(path: Path, model: type[Item], *, fields: Sequence[str]) -> list[
     noun = model.__name__.lower()
     if not path.is_file():
         raise FileNotFoundError(f"`path`: there is no {noun} file {str(path)!r}")
-    lines = _decode(path).split("\n")  # never splitlines(): a text may hold U+2028 or U+0085
-    if lines[-1] == "":
-        lines.pop()
-    items, faults, first_line = [], [], {}
-    for number, line in enumerate(lines, start=1):
-        item, rules = _parse(line, model, fields)
+    items, faults, first_line, number = [], [], {}, 0
+    for number, row in (rows or _json_rows)(path):
+        item, rules = (None, [row]) if isinstance(row, str) else _checked(row, model, fields)
         if item is not None and item.id in first_line:
             rules = [f"`id` must be unique; {item.id!r} is on line {first_line[item.id]} too"]
         elif item is not None:
             first_line[item.id] = number
             items.append(item)
         faults += [f"{path}:{number}: {rule}" for rule in rules]
-    if not lines:
+    if not number:
         faults = [f"{path}: must hold at least one {noun}; the file is empty"]
     if faults:
         more = len(faults) - SHOWN_ERRORS
@@ -153,8 +154,9 @@ def prompt_set_hash(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _decode(path: Path) -> str:
-    raw = path.read_bytes()
+def decode(path: Path, *, mark: bool = False) -> str:
+    """The text of a UTF-8 file; a byte-order mark is left out with `mark`, refused without."""
+    raw = path.read_bytes().removeprefix(codecs.BOM_UTF8 if mark else b"")
     marks = {"UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-8": (codecs.BOM_UTF8,)}
     for name, starts in marks.items():
         if raw.startswith(starts):
@@ -170,21 +172,36 @@ def _decode(path: Path) -> str:
         raise PromptFileError(f"{path}:{line}: must be UTF-8; received bytes {found}") from None
 
 
-def _parse(line: str, model: type[Item], allowed: Sequence[str]) -> tuple[Item | None, list[str]]:
-    """The object on one line, or the rules which that line breaks."""
+def _json_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
+    """Number and object of each line, or the rule that it breaks."""
+    lines = decode(path).split("\n")  # never splitlines(): a text may hold U+2028 or U+0085
+    if lines[-1] == "":
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        yield number, _object(line)
+
+
+def _object(line: str) -> dict | str:
     if not line.strip():
-        return None, ["line must hold one JSON object; received a blank line"]
+        return "line must hold one JSON object; received a blank line"
     try:
         fields = json.loads(line, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        return None, [f"line must be one JSON object; {error}; received {_short(line)}"]
+        return f"line must be one JSON object; {error}; received {short(line)}"
     if not isinstance(fields, dict):
-        return None, [f"line must be one JSON object; received {_short(fields)}"]
+        return f"line must be one JSON object; received {short(fields)}"
+    return fields
+
+
+def _checked(
+    fields: dict, model: type[Item], allowed: Sequence[str]
+) -> tuple[Item | None, list[str]]:
+    """The item that these fields make, or the rules which they break."""
     if unknown := [name for name in fields if name not in allowed]:
         said = f"is no field of a {model.__name__.lower()}"
-        return None, [f"`{n}` {said}; {_near(n, allowed)}" for n in unknown]
+        return None, [f"`{n}` {said}; {nearest(n, allowed)}" for n in unknown]
     if fields.get("text") is not None and fields.get("ids") is not None:
-        return None, [f"`text` and `ids` exclude each other; received both in {_short(line)}"]
+        return None, [f"`text` and `ids` exclude each other; received both in {short(fields)}"]
     try:
         return model.model_validate(fields), []
     except ValidationError as error:
@@ -213,24 +230,26 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
 def _rule(fault: dict) -> str:
     name = ".".join(map(str, fault["loc"]))
     field = f"`{name}` " if name else ""
-    received = f"received {_short(fault['input'])}"
+    received = f"received {short(fault['input'])}"
     if fault["type"] == "missing":
         return f"{field}is required; {received}"
     if fault["type"] == "literal_error":
         allowed = re.findall(r"'(.*?)'", fault["ctx"]["expected"])
-        return f"{field}must be one of {', '.join(allowed)}; {_near(fault['input'], allowed)}"
+        return f"{field}must be one of {', '.join(allowed)}; {nearest(fault['input'], allowed)}"
     if fault["type"] == "string_pattern_mismatch" and name == "id":
         return f"{field}must be 1 to 64 of the characters A-Z a-z 0-9 . _ -; {received}"
     rule = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{field}{rule[0].lower()}{rule[1:]}; {received}"
 
 
-def _near(value: object, allowed: Sequence[str]) -> str:
+def nearest(value: object, allowed: Sequence[str]) -> str:
+    """What was received, and the allowed value that is like it."""
     match = difflib.get_close_matches(str(value).lower(), allowed, n=1, cutoff=0.4)
-    nearest = f"the nearest is {match[0]!r}" if match else f"allowed are {', '.join(allowed)}"
-    return f"received {_short(value)}; {nearest}"
+    near = f"the nearest is {match[0]!r}" if match else f"allowed are {', '.join(allowed)}"
+    return f"received {short(value)}; {near}"
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as a message shows it."""
     shown = repr(value)  # escapes invisible characters, leaves Chinese readable
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lossless_lab import paths
 
-from .files import read_items
+from .files import decode, nearest, read_items, short
+
+LISTS = ("choices", "answers")  # in CSV a column per entry: choices_0, choices_1, …
 
 
 class Task(BaseModel):
@@ -56,11 +61,12 @@ class Task(BaseModel):
 def read_tasks(
     path: str | Path | None = None, *, kind: Literal["choice", "free"] = "choice"
 ) -> list[Task]:
-    """Read a JSONL file of task items and check every line of it.
+    """Read a JSONL or CSV file of task items and check every line of it.
 
     Parameters
     ----------
-    path : JSONL file in UTF-8, one object per line; None reads data/tasks/<kind>.jsonl.
+    path : file in UTF-8 (data/tasks/README.md has its fields); CSV where its name ends in .csv;
+        None reads data/tasks/<kind>.jsonl.
 
     Raises
     ------
@@ -73,4 +79,56 @@ def read_tasks(
     (1843, 340)
     """
     path = Path(path) if path is not None else paths.DATA / "tasks" / f"{kind}.jsonl"
-    return read_items(path, Task, fields=tuple(Task.model_fields))
+    rows = _csv_rows if path.suffix.lower() == ".csv" else None
+    return read_items(path, Task, fields=tuple(Task.model_fields), rows=rows)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
+    """First line and fields of each row, or the rule that it breaks."""
+    table = csv.reader(io.StringIO(decode(path, mark=True), newline=""), strict=True)
+    try:
+        header = next(table, [])
+        wrong = _wrong_columns(header) if header else []
+        yield from ((1, rule) for rule in wrong)
+        start = table.line_num + 1
+        for cells in () if wrong else table:
+            counts = f"row must have {len(header)} cells; received {len(cells)}"
+            yield start, _fields(header, cells) if len(cells) == len(header) else counts
+            start = table.line_num + 1
+        if header and not wrong and start == 2:
+            yield 1, "the header must be followed by at least one task; received none"
+    except csv.Error as error:
+        yield table.line_num, f"row must be CSV; {error}"
+
+
+def _wrong_columns(header: list[str]) -> list[str]:
+    """The rules that a header breaks."""
+    columns = [name for name in Task.model_fields if name not in LISTS]
+    columns += [f"{name}_{i}" for name in LISTS for i in range(len(header))]
+    rules = []
+    for i, name in enumerate(header):
+        kind = name.rpartition("_")[0]
+        due = f"{kind}_{sum(known.startswith(f'{kind}_') for known in header[:i])}"
+        if name in header[:i]:
+            rules.append(f"column {short(name)} must occur once; received it again")
+        elif name not in columns:
+            rules.append(f"column {short(name)} is unknown; {nearest(name, columns)}")
+        elif kind in LISTS and name != due:
+            rules.append(f"column {short(due)} must come before {short(name)}")
+    needed = (name for name, field in Task.model_fields.items() if field.is_required())
+    lost = (name for name in needed if name not in header)
+    return rules + [f"column {short(name)} is required; received {short(header)}" for name in lost]
+
+
+def _fields(header: list[str], cells: list[str]) -> dict:
+    """What a row says; empty cells say nothing, but one before a filled one of a list is kept."""
+    fields: dict = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
+    for kind in LISTS:
+        listed = [c for n, c in zip(header, cells, strict=True) if n.startswith(f"{kind}_")]
+        while listed and not listed[-1]:
+            listed.pop()
+        fields = {n: c for n, c in fields.items() if not n.startswith(f"{kind}_")}
+        fields |= {kind: listed} if listed else {}
+    if fields.get("answer", "").isdecimal():
+        fields["answer"] = int(fields["answer"])
+    return fields

@@ -61,11 +61,9 @@ class PairedTable(Result):
     def __str__(self) -> str:
         accuracies = "{:.3f} and {:.3f}".format(*self.accuracies)
         flips = f"{self.only_reference} lost, {self.only_candidate} gained"
-        same = self.difference == 0 and self.flip_rate > 0
         return (
             f"accuracy {accuracies} on {self.n} items, {100 * self.flip_rate:.1f} % flipped "
             f"({flips}; McNemar p = {mcnemar(self):.2g})"
-            + (": the same accuracy, not the same behaviour" if same else "")
         )
 
 
@@ -193,6 +191,34 @@ def non_inferiority(table: PairedTable, *, margin: float, confidence: float = 0.
         raise ValueError(f"`margin` must be above 0 and below 1, a share of items; got {margin}")
     low, high = score_interval(table, confidence=confidence)
     return "EQUIVALENT" if low > -margin else "DIFFERENT" if high < -margin else "INCONCLUSIVE"
+
+
+def finding(
+    table: PairedTable, *, margin: float = 0.02, only: tuple[int, int] | None = None
+) -> str:
+    """ "the same accuracy, not the same behaviour" where both halves hold, else "".
+
+    The same accuracy: as many right, or Tango's interval within ±`margin`. Not the same behaviour:
+    more items flip than under a harmless re-ordering of the reference, by the exact one-sided test
+    of the items that flip on one side alone. Either half is wrong at most 5 % of the time (the
+    interval's 5 % oscillates), so the finding is too.
+
+    Parameters
+    ----------
+    only : items that only the candidate flips, and that only the re-ordering does; None for a
+        re-ordering that flips nothing, against which five flips are needed.
+
+    Examples
+    --------
+    >>> twenty = PairedTable(both=150, only_reference=20, only_candidate=20, neither=30)
+    >>> finding(twenty), finding(twenty, only=(25, 18))
+    ('the same accuracy, not the same behaviour', '')
+    """
+    low, high = score_interval(table)
+    same = table.difference == 0 or (-margin < low and high < margin)
+    ours, theirs = only or (table.only_reference + table.only_candidate, 0)
+    flips = stats.binom.sf(ours - 1, ours + theirs, 0.5)
+    return "the same accuracy, not the same behaviour" if same and flips <= 0.05 else ""
 
 
 def _score(table: PairedTable, d: float) -> float:

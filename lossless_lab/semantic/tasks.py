@@ -12,14 +12,20 @@ import pandas as pd
 from ..results import Result
 from ..stats.intervals import MIN_CLUSTERS, share_interval, token_mean_interval
 from ..stats.multiplicity import holm
-from .paired import PairedTable, mcnemar, non_inferiority, paired_table, score_interval
+from .items import SHOWN, aligned
+from .paired import (
+    PairedTable,
+    finding,
+    mcnemar,
+    non_inferiority,
+    paired_table,
+    score_interval,
+)
 from .text import words
 
 ARTICLES = ("a", "an", "the")
 PUNCTUATION = "，。！？；：、“”‘’（）《》"
-TRUTH = {"true": True, "false": False, "1": True, "0": False}
 NO_CONTROL = "no known-bad control was given"
-COLUMNS = ("id", "category", "group", "right", "margin_nats", "chance")
 
 
 def answer_scores(text: str, answers: Sequence[str]) -> dict[str, float]:
@@ -61,13 +67,16 @@ class TaskComparison(Result):
         interval; the word, and why.
     margin : largest loss of accuracy that counts as none, as a share.
     table : the 2×2 table of "all"; None where no category can show harm.
-    worst : ids of items whose margin fell most, worst first.
+    worst : the ten items that suffered most, a row each with both sides' answers and margins: lost
+        ones first, then by how far the margin fell.
+    finding : "the same accuracy, not the same behaviour" where `paired.finding` says so, else "".
     """
 
     frame: pd.DataFrame
     margin: float
     table: PairedTable | None
-    worst: tuple[str, ...]
+    worst: pd.DataFrame
+    finding: str
 
     def to_frame(self) -> pd.DataFrame:
         return self.frame
@@ -80,6 +89,7 @@ class TaskComparison(Result):
         return (
             f"{last['word']} within {100 * self.margin:g} points: {self.table}; difference "
             f"{100 * self.table.difference:+.2f} points, 95 % limits {low:+.2f} to {high:+.2f}"
+            + (f"; {self.finding}" if self.finding else "")
         )
 
 
@@ -89,6 +99,7 @@ def compare_tasks(
     *,
     margin: float = 0.02,
     control: pd.DataFrame | None = None,
+    reordered: pd.DataFrame | None = None,
 ) -> TaskComparison:
     """Is the candidate at most `margin` less accurate than the reference, category by category?
 
@@ -98,11 +109,14 @@ def compare_tasks(
 
     Parameters
     ----------
-    reference, candidate, control : one row per item: COLUMNS. `margin_nats` is the log-likelihood
-        of the right choice above the best wrong one (NaN for free answers).
+    reference, candidate, control, reordered : one row per item: COLUMNS, and SHOWN where known.
+        `margin_nats` is the log-likelihood of the right choice above the best wrong one (NaN for
+        free answers). Other slices: any column renamed to `category`.
     margin : share of items.
     control : the same items by a model that is known to be bad (2-bit weights); without one no
         candidate is cleared.
+    reordered : the same items by the reference in another harmless order (batch, threads): what
+        flips there is no finding. None stands for one that flips nothing.
 
     Raises
     ------
@@ -110,37 +124,60 @@ def compare_tasks(
         For repeated items, items that one side lacks or describes otherwise, values that are no
         answer, margin or chance, and no items.
     """
-    sides = {"reference": reference, "candidate": candidate}
-    sides |= {} if control is None else {"control": control}
-    checked = {name: _checked(side, name) for name, side in sides.items()}
-    ids = checked["reference"].index
-    for name, side in checked.items():
-        if lost := sorted(set(ids) ^ set(side.index)):
-            raise ValueError(f"`{name}` must hold the reference's items; not shared: {lost[:3]}")
-        for column in ("category", "group", "chance"):
-            if (other := side.loc[ids, column] != checked["reference"][column]).any():
-                item = other.idxmax()
-                raise ValueError(f"`{name}`: item {item!r} has another {column} than the reference")
-    aligned = [side.loc[ids] for side in checked.values()]
-    of_category = aligned[0].groupby("category", sort=False).groups
+    sides = aligned(reference=reference, candidate=candidate, control=control, reordered=reordered)
+    again = sides.pop("reordered", None)
+    every = [*sides.values()]
+    of_category = every[0].groupby("category", sort=False).groups
     rows = [
-        _row(name, [side.loc[at] for side in aligned], margin) for name, at in of_category.items()
+        _row(name, [side.loc[at] for side in every], margin) for name, at in of_category.items()
     ]
     for row, p in zip(rows, holm([row["mcnemar_p"] for row in rows]), strict=True):
         row["holm_p"] = float(p)
     able = [row["category"] for row in rows if not row["why"] or NO_CONTROL in row["why"]]
-    counted = aligned[0]["category"].isin(able)
+    counted = every[0]["category"].isin(able)
+    table, said = None, ""
     if counted.any():
-        rows.append(_row("all", [side[counted] for side in aligned], margin))
+        sides = [side[counted] for side in every]
+        rows.append(_row("all", sides, margin))
+        table = _table(*sides[:2])
+        said = finding(table, margin=margin, only=_only(*sides[:2], again))
     else:
         rows.append({"category": "all", "word": "INCONCLUSIVE", "why": "no assay sensitivity"})
-    change = aligned[1]["margin_nats"] - aligned[0]["margin_nats"]
     return TaskComparison(
         frame=pd.DataFrame(rows),
         margin=margin,
-        table=_table(*(side[counted] for side in aligned[:2])) if counted.any() else None,
-        worst=tuple(change.dropna().sort_values().index[:10]),
+        table=table,
+        worst=_worst(*every[:2]),
+        finding=said,
     )
+
+
+def _only(
+    reference: pd.DataFrame, candidate: pd.DataFrame, again: pd.DataFrame | None
+) -> tuple[int, int] | None:
+    """Items that only the candidate flips, and that only the reference in another order does."""
+    if again is None:
+        return None
+    first = _first_of_group(reference).index
+    flips = [
+        side.loc[first, "right"] != reference.loc[first, "right"] for side in (again, candidate)
+    ]
+    table = paired_table(*flips)
+    return table.only_candidate, table.only_reference
+
+
+def _worst(reference: pd.DataFrame, candidate: pd.DataFrame, n: int = 10) -> pd.DataFrame:
+    """Items lost, then those whose margin fell; both sides beside each other."""
+    change = candidate["margin_nats"] - reference["margin_nats"]
+    lost = reference["right"] & ~candidate["right"]
+    order = pd.DataFrame({"lost": ~lost, "change": change})[lost | (change < 0)]
+    at = order.sort_values(["lost", "change"], kind="stable").index[:n]
+    columns = {c: reference.loc[at, c] for c in ("category", *SHOWN[:2]) if c in reference}
+    for name, side in (("reference", reference), ("candidate", candidate)):
+        columns |= {name: side.loc[at, "chosen"]} if "chosen" in side else {}
+        columns[f"{name}_right"] = side.loc[at, "right"]
+        columns[f"{name}_margin_nats"] = side.loc[at, "margin_nats"]
+    return pd.DataFrame(columns).reset_index()
 
 
 def _row(category: str, sides: list[pd.DataFrame], margin: float) -> dict:
@@ -197,34 +234,6 @@ def _first_of_group(side: pd.DataFrame) -> pd.DataFrame:
 def _table(reference: pd.DataFrame, candidate: pd.DataFrame) -> PairedTable:
     first = _first_of_group(reference).index
     return paired_table(reference.loc[first, "right"], candidate.loc[first, "right"])
-
-
-def _checked(side: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Indexed by id, after the rules that do not need the other side."""
-    if missing := [column for column in COLUMNS if column not in side]:
-        raise ValueError(f"`{name}` must have the columns {', '.join(COLUMNS)}; lacks {missing}")
-    if not len(side):
-        raise ValueError(f"`{name}` must hold at least one item; got none")
-    if (repeated := side["id"][side["id"].duplicated()]).any():
-        raise ValueError(f"`{name}` holds the item {repeated.iloc[0]!r} more than once")
-    side = side.set_index("id")
-    right = side["right"].map(lambda x: TRUTH.get(str(x).lower()))
-    numbers = {c: pd.to_numeric(side[c], errors="coerce") for c in ("margin_nats", "chance")}
-    faults = {
-        "right": right.isna(),
-        "margin_nats": ~np.isfinite(numbers["margin_nats"]) & ~_blank(side["margin_nats"]),
-        "chance": ~numbers["chance"].between(0, 1, inclusive="left"),
-        **{c: _blank(side[c]) for c in ("category", "group")},
-    }
-    for column, bad in faults.items():
-        if bad.any():
-            item = bad.idxmax()
-            raise ValueError(f"`{name}`: item {item!r} has {column} {side.loc[item, column]!r}")
-    return side.assign(right=right.astype(bool), **numbers)
-
-
-def _blank(values: pd.Series) -> pd.Series:
-    return values.isna() | (values.astype(str).str.strip() == "")
 
 
 def _plain(text: str) -> list[str]:

@@ -132,7 +132,7 @@ def text_scores(reference: str, candidate: str) -> TextScores:
     elif not (reference.strip() and candidate.strip()):
         scores, rouge = [0.0, 0.0], (0.0, 0.0, 0.0)
     full = [n for n, s in zip(("BLEU", "chrF"), scores, strict=True) if s > 99.99]
-    full += ["ROUGE"] if min(rouge) == 1 else []
+    full += [f"ROUGE-{name}" for name, f in zip("12L", rouge, strict=True) if f == 1]
     return TextScores(
         equal=equal,
         characters=similarity(reference, candidate),
@@ -143,6 +143,37 @@ def text_scores(reference: str, candidate: str) -> TextScores:
         signature=f"{bleu.get_signature()}; {chrf.get_signature()}; ROUGE by character in CJK",
         note=f"unequal, though {' and '.join(full)} cannot tell" if full and not equal else "",
     )
+
+
+def score_texts(reference: Sequence[str], candidate: Sequence[str]) -> pd.DataFrame:
+    """`text_scores` of each pair, a row each.
+
+    Raises
+    ------
+    ValueError
+        For no pairs, other numbers of texts on the two sides, and what is no text.
+
+    Examples
+    --------
+    >>> list(score_texts(["yes", ""], ["yes", "no"])["bleu"])
+    [100.0, 0.0]
+    """
+    refuse_uneven(reference=reference, candidate=candidate)
+    pairs = zip(reference, candidate, strict=True)
+    return pd.concat([text_scores(*pair).to_frame() for pair in pairs], ignore_index=True)
+
+
+def refuse_uneven(**sides: Sequence[str]) -> None:
+    """Raise ValueError, by name, unless all sides are lists of equally many texts, one at least."""
+    sizes = {name: len(side) for name, side in sides.items() if not isinstance(side, str)}
+    if len(sizes) < len(sides) or 0 in sizes.values() or len({*sizes.values()}) > 1:
+        said = " and ".join(f"`{name}`" for name in sides)
+        got = ", ".join(str(sizes.get(name, "one text")) for name in sides)
+        raise ValueError(f"{said} must be lists of equally many texts, one at least; got {got}")
+    for name, side in sides.items():
+        for i, text in enumerate(side):
+            if not isinstance(text, str):
+                raise ValueError(f"`{name}`[{i}] must be a text; got {text!r}")
 
 
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]")
