@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 
 from lossless_lab.engines.protocol import batches
@@ -38,15 +39,19 @@ def measured(records: Sequence[Record], batch_size: int) -> dict[str, Any]:
         "n_outputs": len(records),
         "n_tokens": sum(lengths),
         "latency_ms_p50": statistics.median(latencies) if latencies else None,
-        "latency_ms_p95": _quantile(latencies, 0.95),
+        "latency_ms_p95": (
+            float(np.quantile(latencies, 0.95, method="inverted_cdf")) if latencies else None
+        ),
         "first_token_ms_p50": statistics.median(firsts) if firsts else None,
         "tokens_per_s": tokens / spent if spent > 0 else None,
         "finish_reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "empty_outputs": sum(not r.text for r in records),
         "constant_outputs": [
-            logits_name(r.prompt_id, r.sample_index) for r in records if _constant(r.output_ids)
+            logits_name(r.prompt_id, r.sample_index)
+            for r, length in zip(records, lengths, strict=True)
+            if length >= 8 and len(set(r.output_ids)) == 1
         ],
-        "nonfinite_logprobs": sum(_nonfinite(r) for r in records),
+        "nonfinite_logprobs": sum(map(_nonfinite, records)),
         "witness": None,
         "exercised": None,
     }
@@ -55,15 +60,6 @@ def measured(records: Sequence[Record], batch_size: int) -> dict[str, Any]:
 def _nonfinite(record: Record) -> int:
     top = [value for pairs in record.top_logprobs or () for _, value in pairs]
     return sum(value is None for value in [*(record.logprobs or ()), *top])
-
-
-def _constant(ids: Sequence[int] | None) -> bool:
-    return bool(ids) and len(ids) >= 8 and len(set(ids)) == 1
-
-
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Nearest-rank quantile."""
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else None
 
 
 class PeakMemory:

@@ -77,10 +77,7 @@ def import_text(
     folder: str | Path,
     *,
     prompts: Sequence[Prompt] | None = None,
-    n_samples: int = 1,
     flattened: bool = False,
-    model_id: str = "unknown",
-    engine: str = "unknown",
 ) -> Run:
     """A run from a text file with one output per line; its evidence is text only.
 
@@ -93,10 +90,9 @@ def import_text(
     ----------
     path : UTF-8 file; line ends may be LF or CRLF
     folder : where the run goes; must not hold one
-    prompts : what the outputs answer, in order, each `n_samples` lines
+    prompts : what the outputs answer, in order
     flattened : the file was not written by `export_text`; line breaks became blanks, and
         backslashes are just that, so that differences in white space mean nothing
-    model_id, engine : what made the outputs, for the manifest
 
     Raises
     ------
@@ -105,31 +101,20 @@ def import_text(
         `export_text` never writes, with the line.
     """
     path, folder = Path(path), Path(folder)
-    lines = _lines(path)
-    prompts, given = (list(prompts), True) if prompts is not None else ([], False)
-    if given and len(lines) != len(prompts) * n_samples:
-        raise ValueError(
-            f"{path} must hold one line per output, {len(prompts)} prompts x {n_samples} samples "
-            f"= {len(prompts) * n_samples}; got {len(lines)} (blank lines count, and the last "
-            "line too has to end with a line break)"
-        )
-    if len(lines) % n_samples or not lines:
-        raise ValueError(f"{path} must hold {n_samples} lines per prompt, got {len(lines)} in all")
+    lines, given = _lines(path), prompts is not None
     if not given:
-        prompts = [
-            Prompt(id=f"line-{i + 1}", text="unknown") for i in range(len(lines) // n_samples)
-        ]
+        prompts = [Prompt(id=f"line-{i}", text="unknown") for i, _ in enumerate(lines, 1)]
+    if len(lines) != len(prompts) or not lines:
+        raise ValueError(
+            f"{path} must hold one line per output, {len(prompts) or 'one or more'}; got "
+            f"{len(lines)} (blank lines count, and the last line too has to end with a line break)"
+        )
     texts = lines if flattened else [_unescaped(path, i, line) for i, line in enumerate(lines, 1)]
-    asked = [prompt for prompt in prompts for _ in range(n_samples)]
-    stripped: list[str] = []
-    if given:
-        texts, stripped = _without_echo(texts, asked, flattened=flattened)
+    texts, stripped = _without_echo(texts, prompts, flattened=flattened) if given else (texts, [])
     if (folder / "manifest.json").exists():
         raise RunError(f"`folder`: {folder} already holds a run; use another")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(
-        model_id=model_id,
-        engine=engine,
         prompt_set_sha256=prompt_set_hash(prompts) if given else "unknown",
         n_prompts=len(prompts),
         logprobs_kind="none",
@@ -137,16 +122,10 @@ def import_text(
         **circumstances(),
     )
     write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    unknown = {"sample_index": 0, "output_ids": None, "finish_reason": None}
     records = [
-        Record(
-            prompt_id=prompt.id,
-            sample_index=i % n_samples,
-            prompt_ids=prompt.ids,
-            output_ids=None,
-            text=whole_characters(text),
-            finish_reason=None,
-        )
-        for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
+        Record(prompt_id=p.id, prompt_ids=p.ids, text=whole_characters(text), **unknown)
+        for p, text in zip(prompts, texts, strict=True)
     ]
     append(folder / "outputs.jsonl", [json_line(r.model_dump(mode="json")) for r in records])
     counts = {"n_outputs": len(records), "empty_outputs": sum(not r.text for r in records)}
@@ -202,9 +181,6 @@ def _echo(text: str, prompt: str, flattened: bool) -> tuple[int, bool]:
     turn = (_FLAT_TURN if flattened else _TURN).match(text, echo.end())
     if turn and turn.end() > echo.end():
         return turn.end(), True
-    at_start = _MARKUP.fullmatch(text, 0, echo.start()) is not None
-    return (
-        (echo.end(), len(prompt.encode("utf-8", "replace")) >= _LONG_ECHO)
-        if at_start
-        else (0, False)
-    )
+    if _MARKUP.fullmatch(text, 0, echo.start()) is None:
+        return 0, False
+    return echo.end(), len(prompt.encode("utf-8", "replace")) >= _LONG_ECHO
