@@ -50,6 +50,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
         "run": recording.run,
         "answer": answering.answer,
         "compare": comparing.compare,
+        "report": comparing.report,
     }[name]
 
 

@@ -1,4 +1,4 @@
-"""`compare`: two run folders, files of logits or text files to a verdict and its records."""
+"""`compare` and `report`: two run folders, files of logits or text files to a verdict."""
 
 from __future__ import annotations
 
@@ -24,22 +24,52 @@ HINT = "; if that is what you test, allow it with --under-test FIELD"
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the verdict, write its records; returns the exit code of the level asked for."""
-    sides = [_side(path) for path in (arguments.reference, arguments.candidate)]
+    sides, verdict = _checked(arguments)
+    print(_printed(verdict, arguments.format, arguments.require))
+    if arguments.out is not None:
+        _write_records(arguments.out, sides, verdict)
+    return _code(verdict, arguments.require)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the figures, tables and page of a report; returns the code that `compare` would."""
+    from lossless_lab.pipeline.reporting import write_report
+
+    sides, verdict = _checked(arguments)
+    before, after = arguments.reference.resolve(), arguments.candidate.resolve()
+    folder = arguments.out or after.parent / f"report-{after.name}-against-{before.name}"
+    layers = after / "layers.csv"
+    _write_records(folder, sides, verdict)
+    left = write_report(sides, verdict, folder, captured=layers if layers.is_file() else None)
+    said = [verdict.sentence, *(f"{name} left out: {why}" for name, why in left.items())]
+    print(*said, f"report written to {folder}", sep="\n")
+    return _code(verdict, arguments.require)
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[tuple[Stored, Stored], Verdict]:
+    sides = _side(arguments.reference), _side(arguments.candidate)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
+        if (arguments.out / "manifest.json").exists():
+            raise ValueError(f"`--out`: {arguments.out} is a run, whose metrics.json would be lost")
     given = {"1b": arguments.margin_prompts, "2": arguments.margin_tv}
-    verdict = check(
+    return sides, check(
         *sides,
         margins={level: value for level, value in given.items() if value is not None},
         under_test=arguments.under_test,
         tasks=_items(arguments.items, arguments.margin_points / 100),
         progress=sys.stderr.isatty(),
     )
-    print(_printed(verdict, arguments.format, arguments.require))
-    if arguments.out is not None:
-        write_json(arguments.out / "verdict.json", json.loads(verdict.to_json()))
-        write_json(arguments.out / "metrics.json", _record(sides, verdict))
-    answer = verdict[arguments.require]
+
+
+def _write_records(folder: Path, sides: tuple[Stored, Stored], verdict: Verdict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "verdict.json", json.loads(verdict.to_json()))
+    write_json(folder / "metrics.json", _record(sides, verdict))
+
+
+def _code(verdict: Verdict, require: str) -> int:
+    answer = verdict[require]
     if answer.word == "INVALID":
         kinds = {row[3] for row in verdict.differences}
         hint = HINT if kinds & {"sampling", "seed", "scheduling"} and "prompts" not in kinds else ""
@@ -88,7 +118,7 @@ def _printed(verdict: Verdict, form: str, require: str) -> str:
     return {"text": lambda: text, "latex": verdict.to_latex, "json": verdict.to_json}[form]()
 
 
-def _record(sides: list[Stored], verdict: Verdict) -> dict[str, Any]:
+def _record(sides: tuple[Stored, Stored], verdict: Verdict) -> dict[str, Any]:
     """metrics.json: counts, exact share, mean character similarity, one row per sample."""
     a, b = (side.completions for side in sides)
     tokens = verdict.evidence.get("tokens")

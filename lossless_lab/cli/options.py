@@ -20,6 +20,13 @@ changes may differ; others that matter make the comparison INVALID, unless --und
 Exit code, for the answer that --require asks for: 0 PROVEN or EQUIVALENT, 1 DIFFERENT,
 2 INCONCLUSIVE, NOT EXERCISED, VACUOUS or NOT TESTED, 3 INVALID or wrong usage.
 """
+REPORT = """\
+Writes into a folder: report.md with the verdict's sentence, the table of answers (also .tex, .csv),
+the settings that differ, and three figures as PNG and SVG with their data: drift by layer (from
+layers.csv in the candidate's folder, or computed where both runs name models that are here), KL
+and total variation by prompt with their tails, first divergences with their margins. A figure
+that the runs do not bear out is left out, and the page says why. Exit code as that of `compare`.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     more = {"description": COMPARE, "formatter_class": raw, "aliases": ["check"]}
     _add_compare(command("compare", text, **more))
 
+    text = "figures, table and page that an internal report needs, from two runs"
+    _add_verdict(report := command("report", text, description=REPORT, formatter_class=raw))
+    text = "(report-CANDIDATE-against-REFERENCE, beside the candidate)"
+    report.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+
     _add_kv_cache(command("kv-cache", "how much memory a model's KV cache takes"))
     command("doctor", "what this machine has, and what is missing")
     return parser
@@ -121,7 +133,16 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    add = compare.add_argument
+    _add_verdict(compare)
+    forms = ("text", "markdown", "latex", "json", "junit")
+    text = "of what is printed (%(default)s)"
+    compare.add_argument("--format", choices=forms, default="text", help=text)
+    text = "write metrics.json and verdict.json there"
+    compare.add_argument("--out", type=Path, metavar="FOLDER", help=text)
+
+
+def _add_verdict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("reference", type=Path)
     add("candidate", type=Path)
     required = "numerical (same token ids; the default), statistical, semantic"
@@ -132,14 +153,13 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     add("--margin-tv", type=_share, metavar="TV", help=tv)
     fields = "manifest fields that may differ, such as batch_size"
     add("--under-test", nargs="+", default=[], metavar="FIELD", help=fields)
-    text = "for level 3, tables of `answer` or samples that lm_eval logged (.jsonl or their folder): "
+    text = (
+        "for level 3, tables of `answer` or samples that lm_eval logged (.jsonl or their folder): "
+    )
     text += "reference, candidate and, better, a known-bad control"
     add("--items", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     points = "task points that may be lost (2)"
     add("--margin-points", type=_points, default=2.0, metavar="POINTS", help=points)
-    forms = ("text", "markdown", "latex", "json", "junit")
-    add("--format", choices=forms, default="text", help="of what is printed (%(default)s)")
-    add("--out", type=Path, metavar="FOLDER", help="write metrics.json and verdict.json there")
 
 
 def _add_kv_cache(parser: argparse.ArgumentParser) -> None:

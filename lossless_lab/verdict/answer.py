@@ -35,6 +35,12 @@ MARGIN_UNITS = {
 }
 UNITS_JUDGED = {"1a": "positions", "1b": "prompts", "1c": "positions", "2": "prompts", "3": "items"}
 SHARES = ("1a", "1b")
+# Why the word is DIFFERENT where the interval reaches below the margin.
+SEEN = {
+    "1b": "DIFFERENT because outputs were seen to differ; the margin decides only EQUIVALENT, "
+    "which needs the upper limit within it",
+    "2": "DIFFERENT by the test of the tokens drawn, not by this interval or its margin",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +111,9 @@ class Answer:
             parts.append("95 % limits {} to {}".format(*self.shown(self.confidence_interval)))
         if self.margin is not None:
             parts.append("margin {}".format(*self.shown([self.margin])))
-        return ", ".join(parts)
+        low = (self.confidence_interval or (math.nan,))[0]
+        why = self.word == "DIFFERENT" and self.margin is not None and low <= self.margin
+        return ", ".join(parts) + (f": {SEEN[self.level]}" if why and self.level in SEEN else "")
 
     def shown(self, numbers: Iterable[float]) -> list[str]:
         """Numbers in the level's unit: shares as percentages."""

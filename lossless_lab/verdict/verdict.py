@@ -115,13 +115,27 @@ class Verdict:
         ]
         return pd.DataFrame(rows).set_index("level")
 
+    def rounded(self) -> pd.DataFrame:
+        """The table of answers as it is printed."""
+        rows = []
+        for a in self.answers:
+            numbers = (a.estimate, a.margin, a.minimum_detectable_effect)
+            estimate, margin, detectable = ("" if x is None else a.shown([x])[0] for x in numbers)
+            limits = " to ".join(a.shown(a.confidence_interval or ()))
+            unit = MARGIN_UNITS[a.level] if estimate else ""
+            judged = f"{a.n} {UNITS_JUDGED[a.level]}" if a.n else ""
+            rows.append((a.level, LEVELS[a.level], a.word, estimate, unit, limits, margin, judged,
+                         detectable))  # fmt: skip
+        columns = ["level", "claim", "answer", "estimate", "unit", "95 % limits", "margin"]
+        return pd.DataFrame(rows, columns=[*columns, "judged", "detectable from"])
+
     def to_markdown(self) -> str:
         """The table of answers, numbers rounded."""
-        return _printed(self).to_markdown(index=False, disable_numparse=True)
+        return self.rounded().to_markdown(index=False, disable_numparse=True)
 
     def to_latex(self) -> str:
         """The same table as a LaTeX tabular (booktabs)."""
-        return _printed(self).to_latex(index=False, escape=True)
+        return self.rounded().to_latex(index=False, escape=True)
 
     def to_json(self) -> str:
         """Strict JSON of everything but the frames; non-finite numbers become strings."""
@@ -134,7 +148,7 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         """The table, then cause, witness and what was not shown, a line each."""
-        table = _printed(self)
+        table = self.rounded()
         filled = [name for name in table if table[name].astype(bool).any()]
         said = {
             "Cause": self._reason.removeprefix(" Cause: "),
@@ -156,22 +170,6 @@ def uniform(word: str, cause: str, *, reference: str, candidate: str, **fields: 
     """A verdict that gives every level the same word, because nothing could be judged."""
     answers = tuple(Answer(level=level, word=word) for level in LEVELS)
     return Verdict(reference=reference, candidate=candidate, answers=answers, cause=cause, **fields)
-
-
-def _printed(verdict: Verdict) -> pd.DataFrame:
-    rows = []
-    for a in verdict.answers:
-        numbers = (a.estimate, a.margin, a.minimum_detectable_effect)
-        estimate, margin, detectable = ("" if x is None else a.shown([x])[0] for x in numbers)
-        limits = (
-            "" if a.confidence_interval is None else " to ".join(a.shown(a.confidence_interval))
-        )
-        unit = MARGIN_UNITS[a.level] if estimate else ""
-        judged = f"{a.n} {UNITS_JUDGED[a.level]}" if a.n else ""
-        rows.append((a.level, LEVELS[a.level], a.word, estimate, unit, limits, margin, judged,
-                     detectable))  # fmt: skip
-    columns = ["level", "claim", "answer", "estimate", "unit", "95 % limits", "margin", "judged"]
-    return pd.DataFrame(rows, columns=[*columns, "detectable from"])
 
 
 def _listed(words: list[str]) -> str:
