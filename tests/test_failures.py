@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,14 @@ import statsmodels.api as sm
 import torch
 from statsmodels.stats.multitest import multipletests
 
-from lossless_lab import prompts
+from lossless_lab import models, number_formats, prompts
+from lossless_lab.optimizations.quantization import linears, quantized
 from lossless_lab.pipeline import failures
 from lossless_lab.pipeline.corpus import compare_on
 from lossless_lab.statistical.divergences import by_prompt
 from lossless_lab.statistical.slices import concentration, slices
+from lossless_lab.stats.intervals import cluster_mean_interval
+from notebooks import build
 
 KL = "kl_reference_candidate_nats"
 
@@ -283,3 +287,65 @@ def test_other_documents_and_frames_without_a_value_are_refused(frame, tiny_targ
         failures.export_failures(
             tmp_path / "x", first.assign(**{KL: np.nan}), *[tiny_target] * 2, DOCUMENTS
         )
+
+
+# ---- trained on ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lessons(tiny_draft, tmp_path_factory):
+    """Training as in notebook 04, and failures at two bits of two sets of documents."""
+    source = build.read(build.SOURCES / "04_quantization_error.py").cells
+    names = {
+        "torch": torch, "models": models, "linears": linears, "number_formats": number_formats,
+        "LOW": "int2-group32", "N_STEPS": 40,
+    }  # fmt: skip
+    for mark in ("class Rounded", "def batch(", "def train("):
+        (cell,) = [c.source for c in source if mark in c.source]
+        exec(cell, names)
+    rounded = quantized("int2-group32").apply(tiny_draft).network
+    folder, files = tmp_path_factory.mktemp("failed"), {}
+    everything = prompts.read_documents()
+    for name, part in (("learn", everything[1::4]), ("held", everything[::4])):
+        found = compare_on(tiny_draft, rounded, part, max_tokens=24, progress=False)
+        failures.export_failures(
+            folder / name, found, tiny_draft, rounded, part, n=len(part), n_tokens=8
+        )
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        files[name] = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    documents = [{line["document"] for line in lines} for lines in files.values()]
+    assert documents[0].isdisjoint(documents[1]) and len(documents[1]) >= 30
+    return SimpleNamespace(**names), rounded, files
+
+
+def shares(network, lines):
+    """Share of the reference's own tokens after each prompt that are the likeliest; by hand."""
+    found = []
+    for line in lines:
+        n, ids = len(line["prompt_ids"]), line["prompt_ids"] + line["completion_ids"]
+        with torch.no_grad():
+            top = network(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        found.append(np.mean([top[i - 1] == ids[i] for i in range(n, len(ids))]))
+    return np.array(found)
+
+
+def test_a_batch_marks_completions_alone(lessons):
+    notebook, _, files = lessons
+    ids, told = notebook.batch(files["learn"][:3])
+    for row, mark, line in zip(ids.tolist(), told, files["learn"], strict=False):
+        assert [t for t, m in zip(row[1:], mark, strict=True) if m] == line["completion_ids"]
+
+
+def test_exported_failures_teach_what_other_documents_failed_at(lessons, tiny_draft):
+    """Held-out failures, an interval over documents; trained on the rejected, it does not hold."""
+    notebook, rounded, files = lessons
+    before = shares(rounded, files["held"])
+    assert np.array_equal(before, shares(notebook.student(), files["held"]))  # same weights
+    after = shares(
+        notebook.train(notebook.student(), files["learn"], tiny_draft.network), files["held"]
+    )
+    low, _ = cluster_mean_interval(after - before)
+    assert low > 0.02
+    wrong = [line | {"completion_ids": line["rejected_ids"]} for line in files["learn"]]
+    mutant = shares(notebook.train(notebook.student(), wrong), files["held"])
+    assert mutant.mean() < after.mean() - 0.05
