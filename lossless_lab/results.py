@@ -25,8 +25,9 @@ class Result:
     __slots__ = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """One row, one column per field."""
-        return pd.DataFrame([{f.name: getattr(self, f.name) for f in fields(self)}])
+        """The field `frame` where there is one; else one row, one column per field."""
+        row = {f.name: getattr(self, f.name) for f in fields(self)}
+        return row["frame"] if "frame" in row else pd.DataFrame([row])
 
     def _repr_html_(self) -> str:
         """The line above the table, escaped, and with $ kept from being read as mathematics."""

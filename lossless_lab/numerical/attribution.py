@@ -65,10 +65,6 @@ class Attribution(Result):
         order = views.sum(axis=1).sort_values(ascending=False, kind="stable").index
         return tuple(int(layer) for layer in changed.loc[order, "layer"])
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per layer."""
-        return self.frame
-
     def __str__(self) -> str:
         views = f"rank correlation {self.rank_correlation:.2g}, p = {self.pvalue:.2g}"
         if _changed(self.frame).empty:

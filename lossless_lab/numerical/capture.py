@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -59,14 +59,11 @@ def capture(
 
         return hook
 
-    watched = [*(parts or {}).items(), *enumerate(layers, 1)]
-    handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-    handles += [module.register_forward_hook(after(place)) for place, module in watched]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(layers[0].register_forward_pre_hook(before, with_kwargs=True))
+        for place, module in [*(parts or {}).items(), *enumerate(layers, 1)]:
+            hooks.enter_context(module.register_forward_hook(after(place)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     missing = set(range(1, len(layers) + 1)) - seen
     if missing:
         raise HooksNeverFired(

@@ -93,10 +93,6 @@ class FlipRisk(Result):
         columns = ["n_tokens", "n_prompts", "expected_share", "low", "high", "observed_share"]
         return pd.DataFrame(rows, columns=columns[: len(rows[0])])
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per position."""
-        return self.frame
-
     def __str__(self) -> str:
         risk = self.frame["flip_probability"]
         return (

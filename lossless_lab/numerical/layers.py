@@ -59,10 +59,6 @@ class LayerDrift(Result):
         """First layer that is not bitwise equal; None when all are."""
         return None if self.first_place is None else int(self.first_place[0])
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per layer or part."""
-        return self.frame
-
     def __str__(self) -> str:
         text = f"{self.n_positions} positions: bitwise equal after every layer"
         if self.first_place is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pandas as pd
@@ -86,17 +87,11 @@ def local_error(
         )
 
     blocks = [decoder_layers(network) for network in networks]
-    handles = [
-        block.register_forward_pre_hook(hook, with_kwargs=True)
-        for b, a in pairs.items()
-        if b
-        for block, hook in ((blocks[0][b - 1], note), (blocks[1][a - 1], feed))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for b, a in pairs.items():
+            for block, hook in ((blocks[0][b - 1], note), (blocks[1][a - 1], feed)) if b else ():
+                hooks.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
         lockstep(*networks, inputs, pairs, compare)
-    finally:
-        for handle in handles:
-            handle.remove()
     return pd.DataFrame(rows)
 
 

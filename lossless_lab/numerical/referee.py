@@ -53,10 +53,6 @@ class Refereed(Result):
     n_units: int
     nonfinite: dict[str, int]
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per position."""
-        return self.frame
-
     def __str__(self) -> str:
         bad = ", ".join(f"{side} {n}" for side, n in self.nonfinite.items() if n)
         if bad:

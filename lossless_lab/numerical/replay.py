@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +30,10 @@ def record(network: nn.Module, inputs: Inputs, name: str) -> Run:
         When replaying the outputs does not give the same logits, bit by bit.
     """
     outputs: list[Any] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
-        for layer in decoder_layers(network)
-    ]
-    try:
-        with capture(network, lambda place, stream: None, name=name):
-            logits = forward(network, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    logits = kept(logits, inputs)
+    with ExitStack() as hooks, capture(network, lambda place, stream: None, name=name):
+        for layer in decoder_layers(network):
+            hooks.enter_context(layer.register_forward_hook(lambda *told: outputs.append(told[2])))
+        logits = kept(forward(network, inputs), inputs)
     again = swapped(network, inputs, outputs, len(outputs) - 1, decoder_layers(network)[-1])
     if not torch.allclose(again, logits, rtol=0, atol=0, equal_nan=True):
         raise RuntimeError(

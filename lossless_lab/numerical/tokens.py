@@ -14,6 +14,7 @@ from ..results import Result
 from .noise import ulp_of
 
 KINDS = ("equal", "content", "length", "stop_set", "whitespace", "text_only")
+_OF_LOGITS = ("reference_margin", "margin_steps", "logit_difference", "teacher_forced_agreement")
 Key = tuple[str, int]
 Laws = Callable[[Key], tuple[torch.Tensor, torch.Tensor] | None]
 
@@ -64,10 +65,6 @@ class TokenComparison(Result):
     def divergences(self) -> pd.DataFrame:
         """The pairs that differ, earliest divergence first."""
         return self.frame[~self.frame["ids_equal"]].sort_values("first_divergence")
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per pair."""
-        return self.frame
 
     def __str__(self) -> str:
         ids = "" if self.of_texts else f"ids equal in {self.exact_share:.1%}, "
@@ -187,18 +184,12 @@ def _pair(key: Key, a: Any, b: Any, stops: Sequence[tuple[int, ...] | None]) -> 
     row = {
         "prompt_id": key[0],
         "sample_index": key[1],
-        "n_reference": None,
-        "n_candidate": None,
+        **dict.fromkeys(("n_reference", "n_candidate")),
         "ids_equal": text_equal,
         "text_equal": text_equal,
         "whitespace_only": spaces,
-        "first_divergence": None,
-        "reference_token_id": None,
-        "candidate_token_id": None,
-        "reference_margin": np.nan,
-        "margin_steps": np.nan,
-        "logit_difference": np.nan,
-        "teacher_forced_agreement": np.nan,
+        **dict.fromkeys(("first_divergence", "reference_token_id", "candidate_token_id")),
+        **dict.fromkeys(_OF_LOGITS, np.nan),
         "kind": "equal" if text_equal else "whitespace" if spaces else "text_only",
     }
     if a.output_ids is None or b.output_ids is None:

@@ -5,30 +5,21 @@ An entry is one `Optimization` object in the ENTRIES of its file.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from lossless_lab.models.places import nearest
 from lossless_lab.number_formats import FORMATS
-from lossless_lab.optimizations import (
-    activations,
-    adapters,
-    batching,
-    caches,
-    compilation,
-    kv_compression,
-    precision,
-    pruning,
-    quantization,
-    speculation,
-)
-from lossless_lab.optimizations.batching import batch
+from lossless_lab.optimizations.caches import batch
 from lossless_lab.optimizations.entry import Candidate, Optimization
 from lossless_lab.optimizations.precision import cast
 from lossless_lab.optimizations.quantization import quantized
 
-_ROOMS = (
-    precision, compilation, caches, batching, quantization, kv_compression, pruning, adapters,
-    activations, speculation,
-)  # fmt: skip
-CATALOGUE: dict[str, Optimization] = {e.name: e for room in _ROOMS for e in room.ENTRIES}
+_FILES = "precision compilation caches quantization kv_compression pruning adapters activations"
+CATALOGUE: dict[str, Optimization] = {
+    entry.name: entry
+    for name in [*_FILES.split(), "speculation"]
+    for entry in import_module(f"{__name__}.{name}").ENTRIES
+}
 
 
 def find(name: str) -> Optimization:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lossless_lab.number_formats import Format, GgufFormat, number_format
+from lossless_lab.number_formats import Format, GgufFormat
 from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
-from lossless_lab.optimizations.quantization import HEAD, linears, quantized
+from lossless_lab.optimizations.quantization import linears, quantized
 from lossless_lab.optimizations.witness import Observation
 
 STEPS = 127  # of int8 on either side of zero
@@ -20,27 +21,22 @@ _KEPT = 4096  # values of one module and one document that scales are calibrated
 _CLIPS = torch.logspace(-2, 0, 60)  # shares of the largest value that "least error" tries
 
 
-def dynamic(
-    weights: str | Format | GgufFormat = "int8-channel", *, skip: Sequence[str] = HEAD
-) -> Optimization:
+def dynamic(weights: str | Format | GgufFormat = "int8-channel") -> Optimization:
     """Weights in a format, inputs of linear layers in int8, the scale of each token found anew.
 
     Simulated; claims level 2 where the weights have 8 bits, else 3.
     """
-    return _entry(number_format(weights), None, skip)
+    return _entry(weights, None)
 
 
 def static(
-    scales: Mapping[str, float],
-    weights: str | Format | GgufFormat = "int8-channel",
-    *,
-    skip: Sequence[str] = HEAD,
+    scales: Mapping[str, float], weights: str | Format | GgufFormat = "int8-channel"
 ) -> Optimization:
     """The same with one scale for each layer, as `calibrate` finds it.
 
     What lies beyond 127 steps saturates; the witness tells how much did.
     """
-    return _entry(number_format(weights), scales, skip)
+    return _entry(weights, scales)
 
 
 def calibrate(
@@ -48,7 +44,6 @@ def calibrate(
     rows: Sequence[Sequence[int]],
     *,
     percentile: float = 99.9,
-    skip: Sequence[str] = HEAD,
 ) -> pd.DataFrame:
     """int8 scales of the inputs of linear layers from texts, by three rules.
 
@@ -65,7 +60,8 @@ def calibrate(
         and "least error" (the clip with the least squared error, values beyond it included).
     """
     network = getattr(network, "network", network)
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in linears(network, skip=skip)}
+    found = list(linears(network))
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in found}
     largest = dict.fromkeys(seen, 0.0)
 
     def look(module: nn.Module, args: tuple, *, name: str) -> None:
@@ -73,15 +69,11 @@ def calibrate(
         largest[name] = max(largest[name], float(x.max()))
         seen[name].append(x[:: max(1, len(x) // _KEPT)])
 
-    found = linears(network, skip=skip)
-    handles = [m.register_forward_pre_hook(partial(look, name=name)) for name, m in found]
-    try:
-        with torch.no_grad():
-            for row in rows:
-                network(torch.tensor([list(row)], device=network.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in found:
+            hooks.enter_context(module.register_forward_pre_hook(partial(look, name=name)))
+        for row in rows:
+            network(torch.tensor([list(row)], device=network.device), use_cache=False)
     table = {name: _scales(torch.cat(x), largest[name], percentile) for name, x in seen.items()}
     return pd.DataFrame(table, index=["min-max", "percentile", "least error"]).T
 
@@ -101,14 +93,12 @@ def _to_steps(x: torch.Tensor, *, scale: Any) -> tuple[torch.Tensor, int]:
     return (steps.clamp(-STEPS, STEPS) * scale).to(x.dtype), beyond
 
 
-def _entry(
-    weights: Format | GgufFormat, scales: Mapping[str, float] | None, skip: Sequence[str]
-) -> Optimization:
-    base = quantized(weights, skip=skip)
+def _entry(weights: str | Format | GgufFormat, scales: Mapping[str, float] | None) -> Optimization:
+    base = quantized(weights)
 
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
         changed, settings = base.transform(network)
-        for layer, module in linears(changed, skip=skip):
+        for layer, module in linears(changed):
             if scales is not None and layer not in scales:
                 raise ValueError(f"`scales` must have one for each layer; {layer} has none")
             module.rounded, scale = [0, 0], None if scales is None else float(scales[layer])
@@ -116,14 +106,14 @@ def _entry(
         return changed, settings
 
     def witness(seen: Observation) -> str:
-        counts = [getattr(m, "rounded", (0, 0)) for _, m in linears(seen.network, skip=skip)]
+        counts = [getattr(m, "rounded", (0, 0)) for _, m in linears(seen.network)]
         n, beyond = (sum(column) for column in zip(*counts, strict=True))
         of_weights = base.witness(seen).removeprefix(VACUOUS)
         share = f"{100 * beyond / max(n, 1):.2g} % of them saturated"
         return f"{n} inputs of {len(counts)} layers rounded, {share}; {of_weights}" if n else ""
 
     kind = "dynamic" if scales is None else "static"
-    name = f"{weights.name}-act-int8-{kind}"
+    name = f"{base.name}-act-int8-{kind}"
     return Optimization(name=name, level=base.level, transform=transform, witness=witness)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +24,22 @@ def silence_one_mlp(network: nn.Module) -> nn.Module:
     return network
 
 
-def stale_slot(network: nn.Module) -> nn.Module:
-    """The newest key and value of every layer are lost (zero) before each later pass."""
+def _rewired(network: nn.Module, around: Callable[..., Any]) -> nn.Module:
+    """The network with `around(forward, *args, **kwargs)` for its forward."""
     original = network.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    network.forward = forward
+    return network
+
+
+def stale_slot(network: nn.Module) -> nn.Module:
+    """The newest key and value of every layer are lost (zero) before each later pass."""
+
+    def around(forward: Callable, *args: Any, **kwargs: Any) -> Any:
         cache = cache_of(kwargs)
         newest = 0 if cache is None else int(cache.get_seq_length())
         if newest > 0:
@@ -36,23 +47,20 @@ def stale_slot(network: nn.Module) -> nn.Module:
                 at = min(newest, layer.keys.shape[-2]) - 1  # of what was not evicted
                 layer.keys[..., at, :] = 0
                 layer.values[..., at, :] = 0
-        return original(*args, **kwargs)
+        return forward(*args, **kwargs)
 
-    network.forward = forward
-    return network
+    return _rewired(network, around)
 
 
 def kept_draft(network: nn.Module) -> nn.Module:
     """After a rejection, the rejected draft's key and value stand for its replacement's."""
-    original = network.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def around(forward: Callable, *args: Any, **kwargs: Any) -> Any:
         cache = cache_of(kwargs)
         if cache is None:
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         before, at = getattr(cache, "before_rollback", None), int(cache.get_seq_length())
-        output = original(*args, **kwargs)
+        output = forward(*args, **kwargs)
         written = [(layer.keys, layer.values) for layer in cache.layers]
         if before and before[0][0].shape[-2] > at:  # what was drafted there has been taken back
             for now, then in zip(written, before, strict=True):
@@ -61,17 +69,14 @@ def kept_draft(network: nn.Module) -> nn.Module:
         cache.before_rollback = written
         return output
 
-    network.forward = forward
-    return network
+    return _rewired(network, around)
 
 
 def ignore_padding(network: nn.Module) -> nn.Module:
     """Attention mask and positions are dropped: pad columns are read as if they were text."""
-    original = network.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any):
-        return original(*args, **kwargs)
+    def around(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        dropped = ("attention_mask", "position_ids")
+        return forward(*args, **{k: v for k, v in kwargs.items() if k not in dropped})
 
-    network.forward = forward
-    return network
+    return _rewired(network, around)

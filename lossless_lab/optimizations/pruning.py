@@ -6,14 +6,14 @@ are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
 from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
-from lossless_lab.optimizations.quantization import HEAD, matrices
+from lossless_lab.optimizations.quantization import matrices
 from lossless_lab.optimizations.witness import Observation
 
 
@@ -29,7 +29,7 @@ def sparsity(network: nn.Module) -> float:
     return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
 
 
-def magnitude(share: float, *, skip: Sequence[str] = HEAD) -> Optimization:
+def magnitude(share: float) -> Optimization:
     """The smallest weights of each linear layer set to zero, a `share` of them; claims level 3."""
     if not 0 < share < 1:
         raise ValueError(f"`share` must be between 0 and 1; got {share}")
@@ -39,10 +39,10 @@ def magnitude(share: float, *, skip: Sequence[str] = HEAD) -> Optimization:
         at = flat.topk(round(share * len(flat)), largest=False).indices
         return torch.zeros_like(flat, dtype=torch.bool).index_fill(0, at, True).view(weight.shape)
 
-    return _masked(f"magnitude-{100 * share:g}", smallest, share, skip)
+    return _masked(f"magnitude-{100 * share:g}", smallest, share)
 
 
-def two_of_four(*, skip: Sequence[str] = HEAD) -> Optimization:
+def two_of_four() -> Optimization:
     """The two smallest of every four neighbours in a row set to zero (2:4); claims level 3."""
 
     def smallest(weight: torch.Tensor) -> torch.Tensor:
@@ -52,19 +52,16 @@ def two_of_four(*, skip: Sequence[str] = HEAD) -> Optimization:
         at = groups.topk(2, largest=False).indices
         return torch.zeros_like(groups, dtype=torch.bool).scatter(-1, at, True).view(weight.shape)
 
-    return _masked("2:4", smallest, 0.5, skip)
+    return _masked("2:4", smallest, 0.5)
 
 
 def _masked(
-    name: str,
-    smallest: Callable[[torch.Tensor], torch.Tensor],
-    share: float,
-    skip: Sequence[str],
+    name: str, smallest: Callable[[torch.Tensor], torch.Tensor], share: float
 ) -> Optimization:
     def transform(network: nn.Module) -> tuple[nn.Module, dict]:
         changed = copied(network)
-        n_before = _zeros(changed, skip)
-        for module, weight in matrices(changed, skip=skip):
+        n_before = _zeros(changed)
+        for module, weight in matrices(changed):
             try:
                 weight.masked_fill_(smallest(weight), 0)
             except ValueError as error:
@@ -73,11 +70,11 @@ def _masked(
         return changed, {}
 
     def witness(seen: Observation) -> str:
-        found = [weight for _, weight in matrices(seen.network, skip=skip)]
+        found = [weight for _, weight in matrices(seen.network)]
         full = sum(float((w == 0).float().mean()) > share - 1 / w.numel() for w in found)
         if not full:
             return ""
-        if getattr(seen.network, "zeros_before", 0) == _zeros(seen.network, skip):
+        if getattr(seen.network, "zeros_before", 0) == _zeros(seen.network):
             return f"{VACUOUS}the weights were as sparse before; nothing was changed"
         return (
             f"{full} of {len(found)} matrices {100 * share:.3g} % zero, "
@@ -172,8 +169,8 @@ def _blocks(network: nn.Module) -> nn.ModuleList:
     return next(lists)
 
 
-def _zeros(network: nn.Module, skip: Sequence[str]) -> int:
-    return sum(int((weight == 0).sum()) for _, weight in matrices(network, skip=skip))
+def _zeros(network: nn.Module) -> int:
+    return sum(int((weight == 0).sum()) for _, weight in matrices(network))
 
 
 ENTRIES = (magnitude(0.5), two_of_four(), drop_layers(2), top_neurons(0.5))

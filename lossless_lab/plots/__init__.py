@@ -1,7 +1,11 @@
 """Tidy DataFrame in, matplotlib Axes out; the only room that draws."""
 
-from .distributions import distribution_dots
-from .divergences import divergence_by_position, divergence_by_prompt, first_divergence
+from .divergences import (
+    distribution_dots,
+    divergence_by_position,
+    divergence_by_prompt,
+    first_divergence,
+)
 from .labels import token_label
 from .layers import layer_drift
 from .numerical import drift_by_stage, error_triangle, flips, local_error, survival, ulp_bars
