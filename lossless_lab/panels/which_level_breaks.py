@@ -14,11 +14,10 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from scipy import stats
 
 from lossless_lab import plots
 from lossless_lab.statistical.divergences import distribution, from_probs, total_variation
-from lossless_lab.stats.intervals import mean_limits
+from lossless_lab.stats.intervals import mean_limits, n_for_share, share_interval
 
 from .base import Content, Panel, control
 
@@ -173,14 +172,14 @@ def _law(tv: np.ndarray, law: np.ndarray, output: np.ndarray) -> tuple[str, str]
 
 def _share(changed: int, n: int, margin: float, *, same: bool) -> tuple[str, str]:
     """Word and reason: is the share that changed within the margin, at one-sided 95 %?"""
-    test = {side: stats.binomtest(changed, n, alternative=side) for side in ("less", "greater")}
-    high, low = test["less"].proportion_ci(0.95).high, test["greater"].proportion_ci(0.95).low
+    low, high = (share_interval(changed, n, alternative=side) for side in ("greater", "less"))
+    low, high = low.low, high.high
     seen = f"{changed} of {n} change (share at most {high:.1%}, margin {margin:.0%})"
     if same:
         return "PROVEN", f"{changed} of {n} change: the logits are equal"
     if high <= margin or low > margin:
         return "EQUIVALENT" if high <= margin else "DIFFERENT", seen
-    share, needed = changed / n, np.log(0.05) / np.log1p(-margin)  # if nothing ever changes
+    share, needed = changed / n, n_for_share(margin)  # if nothing ever changes
     if changed and share != margin:
         needed = max(needed, 2.71 * share * (1 - share) / (share - margin) ** 2)
     return "INCONCLUSIVE", f"{seen}; about {np.ceil(needed):,.0f} items needed"
