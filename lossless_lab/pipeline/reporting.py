@@ -55,8 +55,8 @@ def write_report(
             if not verdict.evidence:
                 raise NotEvidence("the two runs could not be compared at all")
             given = _captured(captured) if name == "layers" and captured else draw(sides, verdict)
-        except (ValueError, TypeError, RuntimeError) as reason:
-            left[name] = str(reason).splitlines()[0]
+        except (ValueError, RuntimeError) as reason:
+            left[name] = str(reason).splitlines()[0].partition("; pass `")[0]
             for suffix in ("png", "svg", "csv", "json"):
                 (folder / f"{name}.{suffix}").unlink(missing_ok=True)
             shown.append(f"## {title}\n\nLeft out: {left[name]}.")
@@ -82,7 +82,7 @@ def write_report(
 
 def _captured(path: Path) -> Drawn:
     """Drift that someone captured beside the candidate's run."""
-    frame = pd.read_csv(path)
+    frame = pd.read_csv(path, dtype={"layer": float, "relative_rms": float})
     axes = plots.layer_drift(frame, ax=plots.axes(preset="double"))
     return axes, frame, f"As captured in {path.name} of {path.parent.name}"
 
@@ -148,14 +148,15 @@ def _by_prompt(sides: Sides, verdict: Verdict) -> Drawn:
     if not len(positions):
         raise NotEvidence(_no_logits(sides))
     axes = plots.axes(2, 2, preset="double", height=5.2)
-    labels = {
-        "kl_reference_candidate_nats": "KL at a position (nats, log scale)",
-        "total_variation": "TV at a position (log scale)",
-    }
-    named = positions.assign(candidate=verdict.candidate)
-    for column, (quantity, label) in zip(axes.T, labels.items(), strict=True):
-        plots.divergence_by_prompt(positions, ax=column[0], quantity=quantity)
-        plots.kl_tail(named, ax=column[1], quantity=quantity, label=label)
+    labels = {"kl_reference_candidate_nats": "KL(reference‖candidate) (nats",
+              "total_variation": "total variation (probability"}  # fmt: skip
+    for (above, below), (quantity, label) in zip(axes.T, labels.items(), strict=True):
+        drawn = positions.assign(total_variation=positions[quantity], candidate=verdict.candidate)
+        plots.divergence_by_prompt(drawn, ax=above)
+        above.set_xlabel(above.get_xlabel().replace("total variation (probability", label))
+        plots.kl_tail(drawn, ax=below, quantity=quantity, label=f"{label}, log scale)")
+        for line in (*above.get_lines(), *above.get_legend().get_lines(), *below.get_lines()):
+            line.set_color(plots.COLOURS[quantity])
     return axes[0, 0], positions, ""
 
 
@@ -177,7 +178,11 @@ def _partings(sides: Sides, verdict: Verdict) -> Drawn:
     if points is not None:
         plots.flips(points, ax=axes[1])
         tokens = tokens.merge(points, how="left", on=["prompt_id", "sample_index"])
-        note = "Right: every position up to the first divergence; the flipped ones are those"
+        note = (
+            "Right: every position up to the first divergence, the flipped ones being those; one "
+        )
+        note += "above the line went to a third token"
+    first.get_legend().set_loc("upper right" if tokens["ids_equal"].mean() < 0.5 else "lower left")
     return first, tokens, note
 
 
