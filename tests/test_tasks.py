@@ -13,7 +13,7 @@ import torch
 from lossless_lab import models, paths
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.pipeline import check
-from lossless_lab.pipeline.tasks import answer, choose, with_task_quality
+from lossless_lab.pipeline.tasks import answer, choose, likelihood_shift, with_task_quality
 from lossless_lab.prompts import PromptFileError
 from lossless_lab.prompts.task_items import Task, read_tasks
 from lossless_lab.semantic.items import COLUMNS
@@ -130,12 +130,35 @@ def test_the_order_of_items_and_of_choices_does_not_matter(tiny):
 def test_free_answers_are_scored_by_their_words(tiny):
     frame = answer(tiny, read_tasks(kind="free")[:2], max_new_tokens=3)
     assert list(frame.columns[:6]) == list(COLUMNS) and frame["margin_nats"].isna().all()
+    assert list(frame["right_answer"]) == ["Paris", "Berlin"] and "chosen" in frame
     assert answer_scores("Paris", ["paris."]) == {"exact": 1.0, "recall": 1.0, "f1": 1.0}
     assert answer_scores("the capital is Paris", ["Paris"])["f1"] == pytest.approx(0.5)
     assert answer_scores("首都是巴黎。", ["巴黎"])["recall"] == 1
     assert answer_scores("", ["x"]) == {"exact": 0.0, "recall": 0.0, "f1": 0.0}
     with pytest.raises(ValueError, match="at least one right answer"):
         answer_scores("x", [])
+
+
+def test_the_shift_in_likelihood_is_that_of_plain_forwards(tiny):
+    """The other side's answer under this model, Chinese included; equal texts shift by 0."""
+    prompts = ["The cache holds", "缓存", "The cache holds"]
+    own, other = [" keys and values", "保存键", " keys"], [" water", "没有水了", " keys"]
+    frame = likelihood_shift(tiny, prompts, own, other)
+    for i, texts in enumerate(zip(own, other, strict=True)):
+        for name, text in zip(("own_nats", "other_nats"), texts, strict=True):
+            ids = tiny.tokenizer(prompts[i])["input_ids"]
+            end = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits = tiny.network(torch.tensor([ids + end]), use_cache=False).logits[0]
+            logprobs = logits[len(ids) - 1 : -1].double().log_softmax(-1)
+            truth = float(logprobs[range(len(end)), end].mean())
+            assert frame[name][i] == pytest.approx(truth, abs=2e-4)
+    assert frame["shift_nats"][2] == 0
+    assert frame["shift_nats"][0] == pytest.approx(frame["own_nats"][0] - frame["other_nats"][0])
+    with pytest.raises(ValueError, match=r"`prompts` and `own` and `other` must .* got 3, 3, 2"):
+        likelihood_shift(tiny, prompts, own, other[:2])
+    with pytest.raises(ValueError, match="answers 0 must hold a token"):
+        likelihood_shift(tiny, ["a"], [""], ["b"])
 
 
 def test_items_of_the_wrong_kind_are_refused(tiny):
@@ -162,6 +185,36 @@ def test_an_equal_candidate_is_equivalent_and_a_bad_one_is_not():
     assert worse.frame.iloc[-1]["margin_change_high"] < 0
     better = compare_tasks(base, flipped(base, 20, 120), control=control)
     assert better.frame.iloc[-1]["word"] == "EQUIVALENT"  # one-sided: better is not inferior
+
+
+def test_the_finding_asks_what_a_reordering_flips():
+    rng = np.random.default_rng(13)
+    base = items(rng, 1500, 0.7)
+    control, other = flipped(base, 400, 0), flipped(base, 20, 20)
+    assert compare_tasks(base, other, control=control, reordered=base).finding
+    shuffled = base.copy()
+    shuffled.loc[rng.choice(base.index, 38, replace=False), "right"] ^= True
+    found = compare_tasks(base, other, control=control, reordered=shuffled)
+    assert found.finding == "" and "behaviour" not in str(found)
+    for lost, gained in ((0, 0), (2, 2), (90, 20)):  # none, too few, and another accuracy
+        assert not compare_tasks(base, flipped(base, lost, gained), control=control).finding
+
+
+def test_the_worst_items_stand_side_by_side_lost_ones_first():
+    base = items(np.random.default_rng(14), 60, 0.7)
+    base = base.assign(prompt=[f"Q{i}" for i in base.index], right_answer="x", chosen="x")
+    other = base.assign(margin_nats=base["margin_nats"] - base.index / 10)
+    lost = base.index[base["right"]][:2]
+    other.loc[lost, ["right", "chosen"]] = [False, "y"]
+    worst = compare_tasks(base, other).worst
+    assert len(worst) == 10 and set(worst["id"][:2]) == set(base.loc[lost, "id"])
+    assert list(worst["candidate"][:2]) == ["y", "y"] and set(worst["reference"]) == {"x"}
+    fallen = worst["candidate_margin_nats"] - worst["reference_margin_nats"]
+    assert list(fallen[2:]) == pytest.approx([-5.9 + i / 10 for i in range(8)])
+    assert len(compare_tasks(base, base).worst) == 0
+    renamed = base.assign(prompt=["other", *base["prompt"][1:]])
+    with pytest.raises(ValueError, match="item 'facts-0' has another prompt"):
+        compare_tasks(base, renamed)
 
 
 def test_without_assay_sensitivity_the_answer_is_inconclusive():
@@ -236,6 +289,7 @@ def test_the_verdict_takes_its_third_answer_from_the_items(tiny):
     verdict = check(tiny, candidate, ids, tasks=same, **kwargs)
     third = verdict["3"]
     assert (third.word, third.n, third.margin) == ("EQUIVALENT", 1500, 2.0)
+    assert "the same answers (the same accuracy, not the same behaviour)" in third.not_shown
     assert third.estimate == pytest.approx(100 * (18 - 20) / 1500)
     assert third.confidence_interval[0] < third.estimate < third.confidence_interval[1]
     assert "task points" in third.size and check(tiny, candidate, ids, **kwargs)["3"].n == 0

@@ -88,12 +88,15 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
     table = csv.reader(io.StringIO(decode(path, mark=True), newline=""), strict=True)
     try:
         header = next(table, [])
-        wrong = _wrong_columns(header) if header else []
+        lists = {kind: [n for n in header if n.startswith(f"{kind}_")] for kind in LISTS}
+        lists = {kind: [f"{kind}_{i}" for i in range(len(n))] for kind, n in lists.items()}
+        wrong = _wrong_columns(header, sum(lists.values(), [])) if header else []
         yield from ((1, rule) for rule in wrong)
         start = table.line_num + 1
         for cells in () if wrong else table:
             counts = f"row must have {len(header)} cells; received {len(cells)}"
-            yield start, _fields(header, cells) if len(cells) == len(header) else counts
+            same = len(cells) == len(header)
+            yield start, _fields(dict(zip(header, cells, strict=True)), lists) if same else counts
             start = table.line_num + 1
         if header and not wrong and start == 2:
             yield 1, "the header must be followed by at least one task; received none"
@@ -101,34 +104,24 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
         yield table.line_num, f"row must be CSV; {error}"
 
 
-def _wrong_columns(header: list[str]) -> list[str]:
-    """The rules that a header breaks."""
-    columns = [name for name in Task.model_fields if name not in LISTS]
-    columns += [f"{name}_{i}" for name in LISTS for i in range(len(header))]
-    rules = []
-    for i, name in enumerate(header):
-        kind = name.rpartition("_")[0]
-        due = f"{kind}_{sum(known.startswith(f'{kind}_') for known in header[:i])}"
-        if name in header[:i]:
-            rules.append(f"column {short(name)} must occur once; received it again")
-        elif name not in columns:
-            rules.append(f"column {short(name)} is unknown; {nearest(name, columns)}")
-        elif kind in LISTS and name != due:
-            rules.append(f"column {short(due)} must come before {short(name)}")
+def _wrong_columns(header: list[str], listed: list[str]) -> list[str]:
+    """The rules that a header breaks; `listed` : the columns that its lists must have."""
+    known = [name for name in Task.model_fields if name not in LISTS] + listed
+    unknown = (name for name in header if name not in known)
+    rules = [f"column {short(name)} is unknown; {nearest(name, known)}" for name in unknown]
+    twice = sorted({name for name in header if header.count(name) > 1})
+    rules += [f"column {short(name)} must occur once; received it again" for name in twice]
     needed = (name for name, field in Task.model_fields.items() if field.is_required())
     lost = (name for name in needed if name not in header)
     return rules + [f"column {short(name)} is required; received {short(header)}" for name in lost]
 
 
-def _fields(header: list[str], cells: list[str]) -> dict:
-    """What a row says; empty cells say nothing, but one before a filled one of a list is kept."""
-    fields: dict = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
-    for kind in LISTS:
-        listed = [c for n, c in zip(header, cells, strict=True) if n.startswith(f"{kind}_")]
-        while listed and not listed[-1]:
-            listed.pop()
-        fields = {n: c for n, c in fields.items() if not n.startswith(f"{kind}_")}
-        fields |= {kind: listed} if listed else {}
+def _fields(row: dict[str, str], lists: dict[str, list[str]]) -> dict:
+    """What a row says; an empty cell says nothing, unless a filled one of its list follows."""
+    fields: dict = {name: row[name] for name in Task.model_fields if row.get(name)}
+    for kind, names in lists.items():
+        filled = max((i for i, name in enumerate(names, start=1) if row[name]), default=0)
+        fields |= {kind: [row[name] for name in names[:filled]]} if filled else {}
     if fields.get("answer", "").isdecimal():
         fields["answer"] = int(fields["answer"])
     return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -55,19 +56,19 @@ def embedding_similarity(
     english = re.search(r"^language:[ \n-]*en$", said, re.MULTILINE) is not None
     rows = []
     for pair in zip(reference, candidate, strict=True):
-        cosine, note = float(pair[0] == pair[1]), "" if english else "languages not stated"
+        cosine, note = math.nan, "" if english else "languages not stated"
         if english and any(map(_beyond_latin, pair)):
-            cosine, note = float("nan"), "the model is for English only"
+            note = "the model is for English only"
+        elif pair[0] == pair[1]:
+            cosine = 1.0
         elif not all(text.strip() for text in pair):
-            cosine, note = (1.0, "") if cosine else (float("nan"), "one side is empty")
-        elif not cosine:
-            tokens = tokenizer(
-                list(pair), padding=True, truncation=True, max_length=limit, return_tensors="pt"
-            )
+            note = "one side is empty"
+        else:
+            options = {"padding": True, "truncation": True, "max_length": limit}
+            tokens = tokenizer(list(pair), return_tensors="pt", **options)
             mask = tokens["attention_mask"][..., None]
-            hidden = network(**tokens).last_hidden_state * mask
-            means = hidden.sum(1) / mask.sum(1)
-            cosine = float(torch.cosine_similarity(means[0], means[1], dim=0))
+            means = (network(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
+            cosine = float(torch.cosine_similarity(*means, dim=0).clamp(-1, 1))
             note = "unequal, though the model cannot tell" if cosine > 0.9999 else note
         rows.append({"cosine": cosine, "note": note})
     return pd.DataFrame(rows)

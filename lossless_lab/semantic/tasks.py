@@ -13,14 +13,7 @@ from ..results import Result
 from ..stats.intervals import MIN_CLUSTERS, share_interval, token_mean_interval
 from ..stats.multiplicity import holm
 from .items import SHOWN, aligned
-from .paired import (
-    PairedTable,
-    finding,
-    mcnemar,
-    non_inferiority,
-    paired_table,
-    score_interval,
-)
+from .paired import PairedTable, finding, mcnemar, non_inferiority, paired_table, score_interval
 from .text import words
 
 ARTICLES = ("a", "an", "the")
@@ -125,7 +118,7 @@ def compare_tasks(
         answer, margin or chance, and no items.
     """
     sides = aligned(reference=reference, candidate=candidate, control=control, reordered=reordered)
-    again = sides.pop("reordered", None)
+    again = sides.pop("reordered", sides["reference"])
     every = [*sides.values()]
     of_category = every[0].groupby("category", sort=False).groups
     rows = [
@@ -140,7 +133,11 @@ def compare_tasks(
         sides = [side[counted] for side in every]
         rows.append(_row("all", sides, margin))
         table = _table(*sides[:2])
-        said = finding(table, margin=margin, only=_only(*sides[:2], again))
+        first = _first_of_group(sides[0])
+        flips = paired_table(
+            *(s.loc[first.index, "right"] != first["right"] for s in (again, sides[1]))
+        )
+        said = finding(table, margin=margin, only=(flips.only_candidate, flips.only_reference))
     else:
         rows.append({"category": "all", "word": "INCONCLUSIVE", "why": "no assay sensitivity"})
     return TaskComparison(
@@ -150,20 +147,6 @@ def compare_tasks(
         worst=_worst(*every[:2]),
         finding=said,
     )
-
-
-def _only(
-    reference: pd.DataFrame, candidate: pd.DataFrame, again: pd.DataFrame | None
-) -> tuple[int, int] | None:
-    """Items that only the candidate flips, and that only the reference in another order does."""
-    if again is None:
-        return None
-    first = _first_of_group(reference).index
-    flips = [
-        side.loc[first, "right"] != reference.loc[first, "right"] for side in (again, candidate)
-    ]
-    table = paired_table(*flips)
-    return table.only_candidate, table.only_reference
 
 
 def _worst(reference: pd.DataFrame, candidate: pd.DataFrame, n: int = 10) -> pd.DataFrame:
