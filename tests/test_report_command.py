@@ -127,7 +127,7 @@ def test_the_figures_hold_what_plain_torch_finds(there, tiny_target):
 @pytest.mark.parametrize(
     ("reference", "candidate", "left", "why"),
     [
-        ("before", "again", ["layers"], "both runs name one network"),
+        ("before", "again", ["layers"], "both runs are of one network"),
         ("before", "bare", ["divergences"], "no logits were kept by bare"),
         ("before", "draft", ["layers"], "`candidate` has 2 layers and `reference` 4."),
         ("before", "fewer", [*FIGURES], "could not be compared at all"),

@@ -20,13 +20,6 @@ changes may differ; others that matter make the comparison INVALID, unless --und
 Exit code, for the answer that --require asks for: 0 PROVEN or EQUIVALENT, 1 DIFFERENT,
 2 INCONCLUSIVE, NOT EXERCISED, VACUOUS or NOT TESTED, 3 INVALID or wrong usage.
 """
-REPORT = """\
-Writes into a folder: report.md with the verdict's sentence, the table of answers (also .tex, .csv),
-the settings that differ, and three figures as PNG and SVG with their data: drift by layer (from
-layers.csv in the candidate's folder, or computed where both runs name models that are here), KL
-and total variation by prompt with their tails, first divergences with their margins. A figure
-that the runs do not bear out is left out, and the page says why. Exit code as that of `compare`.
-"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     more = {"description": COMPARE, "formatter_class": raw, "aliases": ["check"]}
     _add_compare(command("compare", text, **more))
 
-    text = "figures, table and page that an internal report needs, from two runs"
-    _add_verdict(report := command("report", text, description=REPORT, formatter_class=raw))
+    text = "from two runs a page, the table of answers, three figures; exit code as of compare"
+    _add_verdict(report := command("report", text))
     text = "(report-CANDIDATE-against-REFERENCE, beside the candidate)"
     report.add_argument("--out", type=Path, metavar="FOLDER", help=text)
 

@@ -15,6 +15,7 @@ from lossless_lab import figures, models, plots, runs
 from lossless_lab.models import places
 from lossless_lab.numerical.flips import top_two
 from lossless_lab.numerical.layers import compare_layers
+from lossless_lab.optimizations.entry import fingerprint
 from lossless_lab.pipeline.inspection import Inspection
 from lossless_lab.pipeline.study import DIFFERENCE_COLUMNS
 from lossless_lab.pipeline.subjects import NotEvidence, Stored, shared_positions
@@ -89,9 +90,9 @@ def _captured(path: Path) -> Drawn:
 
 def _layers(sides: Sides, verdict: Verdict) -> Drawn:
     """Drift along the reference's texts, with the noise of equivalent twins."""
-    if _identity(sides[0]) == _identity(sides[1]):
-        raise NotEvidence("both runs name one network; how else they differ shows in no layer")
     networks = [_network(side) for side in sides]
+    if len({*map(fingerprint, networks)}) == 1:
+        raise NotEvidence("both runs are of one network; how else they differ shows in no layer")
     texts = [c.prompt_ids + c.output_ids for (_, i), c in sides[0].completions.items() if i == 0]
     texts = sorted(texts, key=len)[-_ROWS:]
     n_tokens = min(_TOKENS, len(texts[0]))
@@ -108,14 +109,6 @@ def _layers(sides: Sides, verdict: Verdict) -> Drawn:
         note += f"; no noise floor: {error}"
     label = f"{verdict.candidate}, {len(ids)} × {n_tokens} tokens"
     return plots.layer_drift(frame, ax=plots.axes(preset="double"), label=label), frame, note
-
-
-def _identity(side: Stored) -> tuple[Any, ...]:
-    """What its network is made of again; a run that does not tell is like no other."""
-    names, entry = ("weights_sha256", "dtype", "attention"), side.optimization
-    told = [side.manifest.get(name, "unknown") for name in names]
-    own = id(side) if "unknown" in told else None
-    return *told, own, entry.name if entry and "weights_sha256" in entry.changes else ""
 
 
 def _network(side: Stored) -> nn.Module:
@@ -165,25 +158,20 @@ def _partings(sides: Sides, verdict: Verdict) -> Drawn:
     tokens = verdict.evidence["tokens"]
     if tokens["n_reference"].isna().any():
         raise NotEvidence("token ids were not at hand")
-    note, points = "", None
-    if not sides[0].decoding.greedy:
-        note = "Margins are left out: tokens were drawn, so where they part is no matter of margin"
-    elif not len(verdict.evidence["positions"]):
-        note = f"Margins are left out: {_no_logits(sides)}"
-    else:
-        points = _margins(sides)
-    axes = plots.axes(1, 1 if points is None else 2, preset="double")
-    first = axes if points is None else axes[0]
-    plots.first_divergence(tokens, ax=first, label=verdict.candidate)
-    if points is not None:
-        plots.flips(points, ax=axes[1])
-        tokens = tokens.merge(points, how="left", on=["prompt_id", "sample_index"])
-        note = (
-            "Right: every position up to the first divergence, the flipped ones being those; one "
-        )
-        note += "above the line went to a third token"
-    first.get_legend().set_loc("upper right" if tokens["ids_equal"].mean() < 0.5 else "lower left")
-    return first, tokens, note
+    has_laws = len(verdict.evidence["positions"]) > 0
+    with_margins = has_laws and sides[0].decoding.greedy
+    axes = np.atleast_1d(plots.axes(1, 1 + with_margins, preset="double"))
+    plots.first_divergence(tokens, ax=axes[0], label=verdict.candidate)
+    place = "lower left" if tokens["ids_equal"].mean() > 0.5 else "upper right"
+    axes[0].get_legend().set_loc(place)
+    if not with_margins:
+        why = "tokens were drawn" if has_laws else _no_logits(sides)
+        return axes[0], tokens, f"Margins are left out: {why}"
+    points = _margins(sides)
+    plots.flips(points, ax=axes[1])
+    tokens = tokens.merge(points, how="left", on=["prompt_id", "sample_index"])
+    note = "Right: every position up to the first divergence, where one flips"
+    return axes[0], tokens, f"{note}; above the line, to a third token"
 
 
 def _margins(sides: Sides) -> pd.DataFrame:
