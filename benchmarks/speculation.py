@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
+from torch.nn.functional import one_hot
 from transformers import (
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
@@ -230,7 +231,7 @@ def gemma(n: int) -> tuple[sampling.JointLaw, sampling.JointLaw, np.ndarray]:
     probs, first = np.zeros(len(law.ids)), law.first()
     for token, share in zip(first.ids[:, 0].tolist(), first.probs, strict=True):
         drafted, shown, truth = handed[token]
-        greedy = torch.eye(len(shown))[drafted]
+        greedy = one_hot(drafted, len(shown)).float()
         second = speculative.exact_output_law(truth, shown, greedy).numpy()
         here = law.ids[:, 0] == token
         probs[here] = share * second[law.ids[here, 1]]
@@ -262,7 +263,7 @@ def exact(pair: str, filters: dict, n_positions: int) -> pd.DataFrame:
         processed = [sampler_probs(x.double(), **filters).log().float() for x in both]
         for t, q, raw in zip(*processed, both[1], strict=True):
             laws = {"processed": q.double().softmax(-1)}
-            laws["greedy"] = torch.eye(len(raw), dtype=torch.float64)[raw.argmax()]
+            laws["greedy"] = one_hot(raw.argmax(), len(raw)).double()
             truth, tv = t.double().softmax(-1), {}
             for name, (drawn_from, shown) in CONTRACTS.items():
                 seen = q if shown == "processed" else raw

@@ -110,7 +110,8 @@ def _raw(at: Position, side: str) -> np.ndarray:
 
 
 def _favourite(at: Position) -> np.ndarray:
-    return np.eye(at.draft_probs.shape[-1])[at.draft_probs.argmax(-1)]
+    q = at.draft_probs
+    return (np.arange(q.shape[-1]) == q.argmax(-1, keepdims=True)).astype(float)
 
 
 def _twice(at: Position) -> np.ndarray:
