@@ -65,7 +65,7 @@ def test_csv_and_jsonl_say_the_same(tmp_path):
         ([HEADER], "tasks.csv:1", "at least one task"),
         ([HEADER.replace("prompt", "promt"), GOOD], "tasks.csv:1", "the nearest is 'prompt'"),
         ([HEADER.replace("prompt", "promt"), GOOD], "tasks.csv:1", "'prompt' is required"),
-        ([HEADER + ",id", GOOD + ",b"], "tasks.csv:1", "'id' must occur once"),
+        ([HEADER + ",id", GOOD + ",b"], "tasks.csv:1", "'id' is here twice"),
         ([HEADER.replace("choices_1", "choices_2"), GOOD], ":1", "the nearest is 'choices_"),
         ([HEADER.replace("choices_0,choices_1", "choices,answer_text"), GOOD], ":1", "unknown"),
         ([HEADER, GOOD, "b,facts,en,Q:,x,y,B,"], "tasks.csv:3", "`answer`.*valid integer.*'B'"),
@@ -154,7 +154,7 @@ def test_another_filter_and_another_metric_are_taken_where_named():
     assert read_lm_eval(choice)["margin_nats"][1] == -0.5
     with pytest.raises(ValueError, match=r"of filter 'x'; there are \['strict-match', 'flexible"):
         read_lm_eval(free, filter="x")
-    with pytest.raises(ValueError, match=r"free.*:1: must have the field 'acc_norm'"):
+    with pytest.raises(ValueError, match=r"free.*:1: .*must have the field 'acc_norm'"):
         read_lm_eval(free, metric="acc_norm")
 
 
@@ -213,7 +213,7 @@ def test_harness_logs_gate_from_the_command_line(tmp_path, capsys, lost, code, w
         ("", "at least one sample; the file is empty"),
         ("{", r":1: must be a logged sample"),
         ("[]", r":1: must be a logged sample"),
-        ('{"doc_id": 0}', r":1: must have the field 'filter'"),
+        ('{"doc_id": 0}', r":1: .*must have the field 'filter'"),
     ],
 )
 def test_what_is_no_log_is_named_by_line(tmp_path, text, said):

@@ -90,7 +90,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
         header = next(table, [])
         lists = {kind: [n for n in header if n.startswith(f"{kind}_")] for kind in LISTS}
         lists = {kind: [f"{kind}_{i}" for i in range(len(n))] for kind, n in lists.items()}
-        wrong = _wrong_columns(header, sum(lists.values(), [])) if header else []
+        wrong = _wrong_columns(header, [n for names in lists.values() for n in names])
         yield from ((1, rule) for rule in wrong)
         start = table.line_num + 1
         for cells in () if wrong else table:
@@ -107,12 +107,13 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
 def _wrong_columns(header: list[str], listed: list[str]) -> list[str]:
     """The rules that a header breaks; `listed` : the columns that its lists must have."""
     known = [name for name in Task.model_fields if name not in LISTS] + listed
-    unknown = (name for name in header if name not in known)
-    rules = [f"column {short(name)} is unknown; {nearest(name, known)}" for name in unknown]
-    twice = sorted({name for name in header if header.count(name) > 1})
-    rules += [f"column {short(name)} must occur once; received it again" for name in twice]
-    needed = (name for name, field in Task.model_fields.items() if field.is_required())
-    lost = (name for name in needed if name not in header)
+    rules = []
+    for i, name in enumerate(header):
+        if name not in known or name in header[:i]:
+            what = "unknown" if name not in known else "here twice"
+            rules.append(f"column {short(name)} is {what}; {nearest(name, known)}")
+    needed = [name for name, field in Task.model_fields.items() if field.is_required()]
+    lost = [name for name in needed if header and name not in header]
     return rules + [f"column {short(name)} is required; received {short(header)}" for name in lost]
 
 

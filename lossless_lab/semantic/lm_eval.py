@@ -56,22 +56,19 @@ def read_lm_eval(
 def _read(path: Path, metric: str | None, wanted: str | None) -> pd.DataFrame:
     """One file: a row per document."""
     match = _NAME.fullmatch(path.stem)
-    task, rows, filters, line = match[1] if match else path.stem, [], [], 0
-    for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not text.strip():
-            continue
+    task, rows, filters = match[1] if match else path.stem, [], []
+    for line, text in enumerate(path.open(encoding="utf-8", newline="\n"), start=1):
         try:
             sample = json.loads(text)
             filters += [sample["filter"]] if sample["filter"] not in filters else []
             if sample["filter"] == (wanted or filters[0]):
                 rows.append(_row(task, sample, metric))
-        except KeyError as error:
-            raise ValueError(f"{path}:{line}: must have the field {error}") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{line}: must be a logged sample; {error}") from None
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            said = "it must have the field " * isinstance(error, KeyError) + str(error)
+            raise ValueError(f"{path}:{line}: must be a logged sample; {said}") from None
     if not rows:
-        said = f"of filter {wanted!r}; there are {filters}" if filters else "; the file is empty"
-        raise ValueError(f"{path}: must hold at least one sample {said}".replace(" ;", ";"))
+        said = f" of filter {wanted!r}; there are {filters}" if filters else "; the file is empty"
+        raise ValueError(f"{path}: must hold at least one sample{said}")
     frame = pd.DataFrame(rows)
     if len(filters) > 1:
         frame["category"] += f":{wanted or filters[0]}"
