@@ -15,13 +15,9 @@ from scipy import stats
 
 from benchmarks import bias
 from lossless_lab.numerical import tensors, ulps
-from lossless_lab.numerical.tensors import (
-    bias_test,
-    error_sums,
-    tensor_difference,
-    ulp_distance,
-    ulp_histogram,
-)
+from lossless_lab.numerical.bias import bias_test
+from lossless_lab.numerical.tensors import error_sums, tensor_difference
+from lossless_lab.numerical.ulps import ulp_distance, ulp_histogram
 
 
 @pytest.fixture

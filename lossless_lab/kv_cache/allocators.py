@@ -1,7 +1,5 @@
 """What an engine reserves for a geometry: the rules that all engines share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import ClassVar
 

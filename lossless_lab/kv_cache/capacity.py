@@ -1,7 +1,5 @@
 """What fits: requests and tokens in a memory budget, what would make it fit, and large sweeps."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """What an option may be: kinds of number and name, and the one place where values are checked."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

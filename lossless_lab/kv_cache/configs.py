@@ -1,7 +1,5 @@
 """Reading a config: file, dict, Hub id, bundled name or loaded model to one checked text config."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Engines whose cache is one tensor per layer: transformers, llama.cpp and its kin, whisper.cpp."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal

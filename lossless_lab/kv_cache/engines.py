@@ -1,7 +1,5 @@
 """The engines by name, and how one is configured: version, launch flags, options."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """Facts about engines, files and families, from facts.json, which names the source of each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bytes that a stored element takes, for every format in which engines keep K and V."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Engines that hand out blocks of tokens: vLLM, SGLang, TensorRT-LLM."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from math import lcm

@@ -1,7 +1,5 @@
 """Which fields of a config are sizes: read with their aliases, checked, or refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 

@@ -1,7 +1,5 @@
 """How many bytes a KV cache takes: one call from config and request to a checked breakdown."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 import pandas as pd

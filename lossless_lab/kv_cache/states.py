@@ -1,7 +1,5 @@
 """States of constant size: what linear attention, state-space and short-convolution layers keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lossless_lab.models import places
@@ -120,18 +119,18 @@ def _check_device(device) -> None:
 def _network(folder, dtype, device, attn_implementation):
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     placement = {} if device == "cpu" else {"device_map": device}
-    with _quiet():
-        network = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            **placement,
-        )
+    safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    wanted = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # for a load of a second
+    try:
+        network = AutoModelForCausalLM.from_pretrained(folder, **wanted, **safe, **placement)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     _align(network)
     return network.eval()
 
@@ -161,20 +160,6 @@ def _revision(name, folder) -> str:
     if name in places.BUNDLED:
         return "bundled"
     return folder.name if places.is_hub_id(name) else "folder"
-
-
-@contextmanager
-def _quiet():
-    """No progress bar of transformers for a load of a second."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def state_sha256(network) -> str:

@@ -3,8 +3,6 @@
 Nothing is packed here: `round_to` gives the values that unpacking would give.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from difflib import get_close_matches

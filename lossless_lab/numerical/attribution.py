@@ -1,7 +1,5 @@
 """Which layer makes the difference: layers of one model run inside the other."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

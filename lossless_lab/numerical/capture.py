@@ -1,7 +1,5 @@
 """Reading the streams of running models, one or two in lockstep, and changing nothing."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import queue

@@ -1,7 +1,5 @@
 """Token flips: how likely the baseline's own noise makes one, and how soon a first one is due."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A model that computes in float64 only, its logits a few positions at a time, and the proof."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

@@ -1,7 +1,5 @@
 """Does an output depend on the calls before it, or is it overwritten by a later call?"""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Drift of the residual stream, and of the parts of each layer, between two models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

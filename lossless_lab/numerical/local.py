@@ -1,7 +1,5 @@
 """Error that a layer makes, told from error that it inherits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The unit of every difference: the rounding step, and the baseline's own noise in its logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """NaN and infinities: counted and located on both sides, before anything is averaged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The parts of any decoder-only model: its layers, and the attention, MLP and norms in them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

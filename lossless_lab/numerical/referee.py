@@ -1,7 +1,5 @@
 """The fp64 referee: which of two sides is nearer to the fp64 run of the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A forward pass kept layer by layer, and run again from any layer on, with another layer there."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The difference of two tensors: how large, where, in which rounding steps, noise or bias."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +11,8 @@ import torch
 
 from ..results import Result
 from .bias import BiasTest, t_test
-from .bias import bias_test as bias_test
 from .nonfinite import Index, Nonfinite, count_nonfinite
 from .ulps import paired, ulp_quantiles
-from .ulps import ulp_distance as ulp_distance
-from .ulps import ulp_histogram as ulp_histogram
 
 _CHUNK = 1 << 18  # elements per chunk in higher precision: 2 MiB in float64
 

@@ -1,7 +1,5 @@
 """Two runs token by token: where outputs first part, by what margin, and what kind of parting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Equivalent twins: checkpoints that compute the same function with its sums in another order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path

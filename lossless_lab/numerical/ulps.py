@@ -1,7 +1,5 @@
 """Distance in rounding steps: how many values of one dtype lie between two numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

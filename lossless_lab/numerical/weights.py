@@ -1,7 +1,5 @@
 """The error of weights, matrix by matrix: what a changed copy of a network holds instead."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 An entry is one `Optimization` object in the ENTRIES of its file.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from lossless_lab.models.places import nearest

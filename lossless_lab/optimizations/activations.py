@@ -1,7 +1,5 @@
 """Activations in 8 bits: simulated with scales found anew or calibrated, and torchao's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

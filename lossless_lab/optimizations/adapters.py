@@ -1,7 +1,5 @@
 """Low-rank adapters beside linear layers, and the optimisation of merging them into the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The same numbers in another shape: key-value caches, and several prompts in one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lossless_lab.optimizations.entry import Optimization

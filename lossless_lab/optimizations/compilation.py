@@ -4,8 +4,6 @@
 original module, whose own forward is what it calls.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from lossless_lab.optimizations.entry import Optimization, copied, every_position
+from lossless_lab.optimizations.faults import mlps_of
 from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
@@ -64,10 +63,7 @@ def mlps(backend: Backend = "inductor", **compiler: Any) -> Optimization:
     """
 
     def place(network: nn.Module, backend: Backend) -> nn.Module:
-        found = [m for name, m in network.named_modules() if name.rsplit(".", 1)[-1] == "mlp"]
-        if not found:
-            raise ValueError("`network` has no submodule named `mlp` to compile")
-        for mlp in found:
+        for mlp in mlps_of(network):
             mlp.forward = _compiled(mlp.forward, backend, compiler)
         return network
 

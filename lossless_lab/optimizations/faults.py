@@ -1,7 +1,5 @@
 """Faults that an entry's poisoned twin injects into its own copy of the network."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +10,17 @@ from torch import nn
 from lossless_lab.optimizations.witness import cache_of
 
 
-def silence_one_mlp(network: nn.Module) -> nn.Module:
-    """The last Linear of the middle MLP set to zero."""
+def mlps_of(network: nn.Module) -> list[nn.Module]:
+    """The submodules named `mlp`; ValueError where there is none."""
     found = [m for name, m in network.named_modules() if name.rsplit(".", 1)[-1] == "mlp"]
     if not found:
-        raise ValueError("`network` has no submodule named `mlp` to silence")
+        raise ValueError("`network` has no submodule named `mlp`")
+    return found
+
+
+def silence_one_mlp(network: nn.Module) -> nn.Module:
+    """The last Linear of the middle MLP set to zero."""
+    found = mlps_of(network)
     linears = [m for m in found[len(found) // 2].modules() if hasattr(m, "weight")]
     weight = linears[-1].weight
     zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)  # packed or not

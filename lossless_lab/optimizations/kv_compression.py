@@ -3,8 +3,6 @@
 The values are those that a packed cache would give back; the tensors stay as wide as they were.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

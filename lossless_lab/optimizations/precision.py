@@ -1,7 +1,5 @@
 """Casts of the whole network to a narrower floating-point dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

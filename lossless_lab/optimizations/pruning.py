@@ -4,8 +4,6 @@ Zeros are stored like any other number here: nothing becomes smaller or faster, 
 are gone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
+from lossless_lab.optimizations.faults import mlps_of
 from lossless_lab.optimizations.quantization import matrices
 from lossless_lab.optimizations.witness import Observation
 
@@ -157,10 +156,8 @@ def _keep_largest(module: nn.Module, args: tuple, *, share: float) -> tuple[torc
 
 def _outputs_of_mlps(network: nn.Module) -> list[nn.Module]:
     """The last matrix of each MLP, whose inputs are its neurons."""
-    mlps = [m for name, m in network.named_modules() if name.rsplit(".", 1)[-1] == "mlp"]
-    if not mlps:
-        raise ValueError("`network` has no submodule named `mlp`")
-    return [[m for m in mlp.modules() if hasattr(m, "weight")][-1] for mlp in mlps]
+    weighted = ([m for m in mlp.modules() if hasattr(m, "weight")] for mlp in mlps_of(network))
+    return [each[-1] for each in weighted]
 
 
 def _blocks(network: nn.Module) -> nn.ModuleList:

@@ -5,8 +5,6 @@ The generation loop's own call of `prepare_inputs_for_generation` tells batch an
 profiler tells which compiled regions were entered.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter

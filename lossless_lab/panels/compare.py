@@ -1,7 +1,5 @@
 """The panel of notebook 00: one candidate against one reference, three charts and the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

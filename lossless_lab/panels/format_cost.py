@@ -1,7 +1,5 @@
 """The panel of notebook 04: what a number format costs, in which layer, and at one position."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

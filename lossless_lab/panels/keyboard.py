@@ -1,7 +1,5 @@
 """What a panel's page needs for keys and screen readers, which ipywidgets cannot set itself."""
 
-from __future__ import annotations
-
 import html
 from pathlib import Path
 

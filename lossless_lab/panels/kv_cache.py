@@ -1,7 +1,5 @@
 """The panel of notebook 02: what fills a GPU for a model, a length and a batch, and what fits."""
 
-from __future__ import annotations
-
 import functools
 
 import ipywidgets

@@ -1,7 +1,5 @@
 """The panel of notebook 03: one module of one layer, its error in steps, and who is nearer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

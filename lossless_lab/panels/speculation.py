@@ -3,8 +3,6 @@
 Every law is exact: nothing is sampled and no model runs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

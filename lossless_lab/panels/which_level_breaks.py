@@ -4,8 +4,6 @@ The reference is a model's logits; the candidate is those logits scaled, disturb
 through a draft rule. Everything is enumerated: nothing is sampled and no model runs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 That is what lets a panel keep its figure and call the same chart again at every slider move.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Charts of laws: divergence along the text and by prompt, where outputs part, one position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """Charts of memory: what fills a GPU, and how caches grow with the context."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

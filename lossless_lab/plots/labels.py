@@ -4,8 +4,6 @@ A token may be a newline, half a character, a dollar sign or Chinese. What the c
 draw is written as a readable escape, so that no figure shows an empty box.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import unicodedata

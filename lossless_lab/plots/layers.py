@@ -1,7 +1,5 @@
 """Charts of level 1 by layer: how far the residual stream has drifted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

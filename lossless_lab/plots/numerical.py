@@ -1,7 +1,5 @@
 """Charts of level 1 beyond drift: stages, the triangle with float64, ULP, local error, survival."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """Charts of speculative decoding: what is accepted, how draws near their law, who sees a fault."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """How every figure looks: the style file, the palette by name, sizes for print and slides."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

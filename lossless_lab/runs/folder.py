@@ -1,7 +1,5 @@
 """A run folder on disk: strict JSON, atomic writes, and reading back what is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

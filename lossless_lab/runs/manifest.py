@@ -1,7 +1,5 @@
 """What went into a run: the manifest, its configuration hash, and how two manifests differ."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

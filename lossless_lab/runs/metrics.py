@@ -1,7 +1,5 @@
 """What came out of a run, as numbers: latency, throughput, memory, and what looks wrong."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

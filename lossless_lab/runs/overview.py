@@ -1,7 +1,5 @@
 """All runs side by side, as a table and between two markers of a Markdown file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

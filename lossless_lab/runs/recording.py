@@ -1,7 +1,5 @@
 """Recording a run: batch by batch, flushed as it goes, resumable after a kill."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Plain text files, one output per line: before.txt and after.txt in and out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
