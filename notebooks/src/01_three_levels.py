@@ -456,7 +456,7 @@ pd.DataFrame(tables).T
 #
 # ## Fifteen sentences that you will read elsewhere
 #
-# Each sounds right. Nine were settled above; here are the rest that a small model can settle.
+# Each sounds right. Eight were settled above, five are here, and two (11 and 12) in notebook 02.
 #
 # *"`model = torch.compile(model)`, then `model.generate(…)`, tests the compiler."* A compiler that
 # counts its calls says how often; one compiled layer shows that the counter works.
@@ -541,9 +541,7 @@ pd.DataFrame(cost).T
 ids = target.tokenizer("中", add_special_tokens=False)["input_ids"]
 one_by_one = [target.tokenizer.decode([i]) for i in ids]
 assert target.tokenizer.decode(ids) == "中" and "中" not in "".join(one_by_one)
-print(
-    f"{len(ids)} tokens, shown one by one: {one_by_one}; together: {target.tokenizer.decode(ids)}"
-)
+print(f"{len(ids)} tokens, one by one: {one_by_one}; together: {target.tokenizer.decode(ids)}")
 
 # %% [markdown]
 # ## Verdict
@@ -563,8 +561,8 @@ models, engines, GPUs, and any task but {n} closing brackets."""
 # %% [markdown]
 # ## Exercises
 #
-# Write your answers into the next cell and run it with the one after it, which says what is wrong,
-# but never the solution.
+# Write your answers into the next cell, in forms such as `{1: "b", 3: 0.4, 4: (0.7, 0.2, 0.1)}` (all
+# three are wrong), and run it with the one after it, which says what is wrong, but never the solution.
 #
 # 1. A candidate's logits are those of the reference **plus 3**, for every token. Which claims are
 #    broken, rounding apart? (a) 1a only (b) 1a and 2 (c) all of them
