@@ -19,16 +19,8 @@ import torch
 from IPython.display import Markdown
 from torch.utils.flop_counter import FlopCounterMode
 
-from lossless_lab import (
-    Decoding,
-    TransformersEngine,
-    divergences,
-    figures,
-    models,
-    panels,
-    paths,
-    plots,
-)
+from lossless_lab import TransformersEngine, divergences, figures, models, panels, paths, plots
+from lossless_lab.engines.decoding import Decoding
 from lossless_lab.exercises import check
 from lossless_lab.numerical.noise import ulp_of
 from lossless_lab.panels.which_level_breaks import levels
