@@ -6,9 +6,9 @@
 
 # %% [markdown]
 # **What you will learn**: seven symptoms, each made to happen, diagnosed by a measurement, and
-# removed. Each section states a check in one function. It is run three times: it fails on the
-# symptom, the diagnosis says why, and after the remedy it holds. Leave out the cell of the remedy
-# and the last run fails again; a test of this project does just that.
+# removed. Each section states a check in one function, which is run twice: on the symptom it fails,
+# and after the diagnosis and the remedy it holds. Leave out the cell of the remedy, and it fails
+# again; a test of this project does just that.
 #
 # **What you need**: two CPU cores, about four minutes. No network; where SmolLM2 is there already,
 # two sections use it beside the tiny pair.
@@ -444,7 +444,8 @@ costs.pivot(index="model", columns="batch", values="cost")
 # %% [markdown]
 # The gain is tokens per pass over cost per pass. With a share α of proposals kept, five proposals
 # yield 1 + α + … + α⁵ tokens: 3.69 for α = .8, less for the tiny pair's own α. Where a curve rises
-# above a line, speculation loses, even with a draft that costs nothing: that is the crossover.
+# above a line, speculation loses, even with a draft that costs nothing: that is the crossover. Other
+# work on the machine moves these ratios, so measure on the one that serves.
 
 # %%
 alpha = float(speculative.acceptance(target_probs, laws[DRAFT]).mean())
