@@ -394,8 +394,9 @@ print("holds")
 # ## 5 · Slower after optimising
 #
 # **Symptom.** Speculation is switched on, and tokens per second fall. First end to end, one request
-# at a time, on the models that are here. The draft is another model in the first row, and copied from
-# the prompt, hence free, in the second; batching stands beside them.
+# at a time, on the models that are here. The draft is a smaller model in the row *assisted*; in
+# *prompt-lookup* it is copied from the prompt, hence free. Batching stands beside them. (Few tokens,
+# and a single run of the larger model: good for the direction, not for digits.)
 
 # %%
 short = [p for p in read() if p.id in rows]
@@ -410,7 +411,7 @@ if larger:
 pd.concat(ends)[["model", "side", "tokens_per_s", "speed_up"]]
 
 # %% [markdown]
-# **Diagnosis.** The same optimisation gains on one model and loses on another: compare the rows of
+# **Diagnosis.** The same optimisation may gain on one model and lose on another: compare the rows of
 # *prompt-lookup*. Speculation asks the target to judge γ + 1 tokens in one pass instead of one. While
 # a pass only waits for weights, that costs little more; once the batch fills the machine, it costs
 # γ + 1 times as much. So measure a pass over six tokens against one over a single token, behind a real
@@ -500,7 +501,7 @@ print("holds:", speculate_at)
 # ## 6 · High similarity, worse answers
 #
 # **Symptom.** A quantised model was released because its answers look the same: mean similarity
-# above .98. Users of one scenario complain.
+# above .98. Users complain.
 #
 # The items are those of notebook 07, four scenarios of 20 each, answered by SmolLM2 and by SmolLM2
 # with 3-bit weights. Without SmolLM2, the tiny target closes brackets, with and without 2-bit weights.
