@@ -16,7 +16,8 @@ import yaml
 
 from lossless_lab import models, runs
 from lossless_lab.cli import main, options
-from lossless_lab.pipeline.recognition import as_subject, entry_named
+from lossless_lab.optimizations import find
+from lossless_lab.pipeline.recognition import as_subject
 from lossless_lab.verdict import LEVELS, Answer
 
 MARGINS = {"numerical": "--margin-prompts", "statistical": "--margin-tv",
@@ -268,14 +269,14 @@ NAMES = ["prompt-lookup-10", "early-exit-0.25", "assisted-by-tiny-target", "magn
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_of_an_entry_gives_it_back(name):
-    assert entry_named(name).name == name
+    assert find(name).name == name
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup-0", "prompt-lookup-010", "early-exit-2",
                                   "magnitude-x", "kv-x", "drop-layers--", "none"])  # fmt: skip
 def test_a_name_that_no_entry_has_is_refused(name):
     with pytest.raises(KeyError, match="no optimisation"):
-        entry_named(name)
+        find(name)
 
 
 def test_a_stored_run_is_recognised_by_its_entry(there):

@@ -8,10 +8,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from lossless_lab import models, pipeline, prompts, runs
+from lossless_lab import models, optimizations, pipeline, prompts, runs
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.pipeline import triage
-from lossless_lab.pipeline.recognition import entry_named
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -19,7 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
     fields = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     decoding = Decoding(**{n: getattr(arguments, n) for n in (*fields, "seed", "n_samples")})
     name = arguments.optimization
-    entry = None if name == "none" else entry_named(name)
+    entry = None if name == "none" else optimizations.find(name)
     read = prompts.read(arguments.prompts)
     model = loaded(arguments)
     asked = _fitting(read, model, decoding.max_new_tokens, arguments.limit)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,52 +14,10 @@ from lossless_lab import models, runs
 from lossless_lab.engines.callable_engine import CallableEngine
 from lossless_lab.engines.protocol import Completion
 from lossless_lab.engines.transformers_engine import TransformersEngine
-from lossless_lab.optimizations import Candidate, Optimization, activations, adapters, find, pruning
-from lossless_lab.optimizations import kv_compression as kv
-from lossless_lab.optimizations import speculation as drafts
-from lossless_lab.optimizations.precision import cast
+from lossless_lab.optimizations import Candidate, Optimization, find
 from lossless_lab.pipeline.subjects import Live, NotEvidence, Stored, Subject
 from lossless_lab.prompts import prompt_set_hash
 from lossless_lab.runs.folder import logits_name
-
-# How entries with a parameter are named, in the order tried, and what makes them of it.
-_FAMILIES: dict[str, Callable[[str], Optimization]] = {
-    r"(.+) \(poisoned\)": lambda name: entry_named(name).poisoned(),
-    r"prompt-lookup-(\d+)": lambda n: drafts.prompt_lookup(int(n)),
-    r"early-exit-(.+)": lambda share: drafts.early_exit(float(share)),
-    r"assisted-by-(.+)": drafts.assisted,
-    r"magnitude-(.+)": lambda percent: pruning.magnitude(float(percent) / 100),
-    r"top-neurons-(.+)": lambda percent: pruning.top_neurons(float(percent) / 100),
-    r"drop-layers-([\d-]+)": lambda layers: pruning.drop_layers(*map(int, layers.split("-"))),
-    r"merge-adapters-(.+)": adapters.merged,
-    r"(.+)-act-int8-dynamic": activations.dynamic,
-    r"(.+)-act-int8-static": lambda fmt: activations.static({}, fmt),  # scales are in no name
-    r"kv-kivi-int(\d)": lambda bits: kv.kv_compressed(kv._kivi(int(bits))),
-    r"kv-(.+)": lambda fmt: kv.kv_compressed(kv._by_token(fmt)),
-    r"(b?float\d+)": cast,
-}
-
-
-def entry_named(name: str) -> Optimization:
-    """The catalogue entry of that name, one with a parameter of its own included.
-
-    Raises
-    ------
-    KeyError
-        For an unknown name, with the nearest known one.
-
-    >>> entry_named("prompt-lookup-10").name, entry_named("magnitude-30").name
-    ('prompt-lookup-10', 'magnitude-30')
-    """
-    try:
-        return find(name)
-    except (KeyError, ValueError):
-        for pattern, make in _FAMILIES.items():
-            with suppress(KeyError, ValueError):
-                match = re.fullmatch(pattern, name)
-                if match and (made := make(match[1])).name == name:
-                    return made
-        raise
 
 
 def as_subject(given: Any, *, name: str = "", tokenizer: Any = None) -> Subject:
@@ -110,7 +65,7 @@ def applied(candidate: Any, reference: Any) -> Any:
     """A catalogue entry or its name as a subject with the reference's other settings."""
     if isinstance(candidate, str) and not Path(candidate).exists():
         _refuse_model_name(candidate)
-        candidate = entry_named(candidate)
+        candidate = find(candidate)
     if not isinstance(candidate, Optimization):
         return candidate
     engine = getattr(as_subject(reference), "engine", None)
@@ -208,7 +163,7 @@ def _refuse_incomplete(run: runs.Run, found: Stored) -> None:
 
 def _entry(name: str) -> Optimization | None:
     try:
-        return entry_named(name)
+        return find(name)
     except (KeyError, ValueError):  # "none", one of the user's own, or of another version
         return None
 
