@@ -9,6 +9,7 @@ import scipy.special
 import torch
 from conftest import build_t0
 
+from lossless_lab.cli import main
 from lossless_lab.engines import Decoding, TransformersEngine
 from lossless_lab.pipeline.top_k import compare_top_k
 from lossless_lab.runs import record
@@ -94,3 +95,13 @@ def test_runs_that_prove_nothing_are_named(networks, tmp_path):
         compare_top_k(both, others)
     alike = compare_top_k(both, both)
     assert (alike["kl_at_least_nats"] == 0).all()
+
+
+def test_compare_prints_the_bound_where_no_logits_were_kept(networks, tmp_path, capsys):
+    folders = [str(stored(tmp_path / str(i), n, 5)) for i, n in enumerate(networks)]
+    mean = compare_top_k(*folders)["kl_at_least_nats"].mean()
+    said = capsys.readouterr().out
+    main(["compare", *folders])
+    assert said in capsys.readouterr().out and f"at least {mean:.2g} nats" in said
+    main(["compare", *folders, "--format", "json"])
+    assert json.loads(capsys.readouterr().out)

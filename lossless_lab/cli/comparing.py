@@ -12,6 +12,7 @@ import pandas as pd
 from safetensors import SafetensorError
 
 from lossless_lab.pipeline import Stored, as_subject, check
+from lossless_lab.pipeline.top_k import compare_top_k
 from lossless_lab.runs.folder import write_json
 from lossless_lab.semantic.lm_eval import read_lm_eval
 from lossless_lab.semantic.tasks import TaskComparison, compare_tasks
@@ -26,6 +27,12 @@ def compare(arguments: argparse.Namespace) -> int:
     """Print the verdict, write its records; returns the exit code of the level asked for."""
     sides, verdict = _checked(arguments)
     print(_printed(verdict, arguments.format, arguments.require))
+    outputs = [c for side in sides for c in side.completions.values()]
+    if arguments.format == "text" and all(c.top_logprobs and c.logits is None for c in outputs):
+        try:
+            compare_top_k(arguments.reference, arguments.candidate)  # prints what the lists prove
+        except ValueError as error:
+            print(f"The lists of likeliest tokens bound no KL: {error}")
     if arguments.out is not None:
         _write_records(arguments.out, sides, verdict)
     return _code(verdict, arguments.require)

@@ -23,6 +23,8 @@ from lossless_lab.verdict import Verdict
 
 Sides = tuple[Stored, Stored]
 Drawn = tuple[Any, pd.DataFrame, str]  # axes, the data drawn, what has to be said beside it
+_SHOWN = {"kl_reference_candidate_nats": "KL at a position (nats, log scale)",
+          "total_variation": "total variation at a position (log scale)"}  # fmt: skip
 _ROWS, _TOKENS = 8, 64  # of the pass in which layers are compared
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
@@ -141,15 +143,11 @@ def _by_prompt(sides: Sides, verdict: Verdict) -> Drawn:
     if not len(positions):
         raise NotEvidence(_no_logits(sides))
     axes = plots.axes(2, 2, preset="double", height=5.2)
-    labels = {"kl_reference_candidate_nats": "KL(reference‖candidate) (nats",
-              "total_variation": "total variation (probability"}  # fmt: skip
-    for (above, below), (quantity, label) in zip(axes.T, labels.items(), strict=True):
-        drawn = positions.assign(total_variation=positions[quantity], candidate=verdict.candidate)
-        plots.divergence_by_prompt(drawn, ax=above)
-        above.set_xlabel(above.get_xlabel().replace("total variation (probability", label))
-        plots.kl_tail(drawn, ax=below, quantity=quantity, label=f"{label}, log scale)")
-        for line in (*above.get_lines(), *above.get_legend().get_lines(), *below.get_lines()):
-            line.set_color(plots.COLOURS[quantity])
+    for (above, below), (quantity, label) in zip(axes.T, _SHOWN.items(), strict=True):
+        plots.divergence_by_prompt(positions, ax=above, quantity=quantity)
+        named = positions.assign(candidate=verdict.candidate)
+        plots.kl_tail(named, ax=below, quantity=quantity, label=label)
+        below.get_lines()[0].set_color(plots.COLOURS[quantity])
     return axes[0, 0], positions, ""
 
 

@@ -13,6 +13,11 @@ _SHORT = {
     "kl_candidate_reference_nats": "KL(cand‖ref)",
     "total_variation": "TV",
 }
+_LONG = {
+    "kl_reference_candidate_nats": "KL(reference‖candidate) (nats",
+    "kl_candidate_reference_nats": "KL(candidate‖reference) (nats",
+    "total_variation": "total variation (probability",
+}
 
 
 def _mean(values: pd.Series) -> float:
@@ -57,20 +62,25 @@ def divergence_by_position(frame: pd.DataFrame, *, ax: Axes | None = None) -> Ax
     return ax
 
 
-@chart("prompt_id", "total_variation")
-def divergence_by_prompt(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Mean and maximum over positions of the total variation, a row a prompt, sorted by the mean.
+@chart("prompt_id")
+def divergence_by_prompt(
+    frame: pd.DataFrame, *, ax: Axes | None = None, quantity: str = "total_variation"
+) -> Axes:
+    """Mean and maximum over positions of one divergence, a row a prompt, sorted by the mean.
 
     Parameters
     ----------
-    frame : columns `prompt_id` and `total_variation` (probability), a row a position.
+    frame : columns `prompt_id` and `quantity`, a row a position.
     ax : axes to draw on; a second call moves what was drawn before.
+    quantity : "total_variation" (probability) or a KL (nats).
 
     Returns
     -------
     Axes with a log scale along x; zeros sit on its left edge, infinite and NaN on its right.
     """
-    rows = frame.groupby("prompt_id")["total_variation"].agg([_mean, _maximum])
+    if quantity not in _LONG or quantity not in frame:
+        raise ValueError(f"`quantity` must be a column among {', '.join(_LONG)}; got {quantity!r}")
+    rows = frame.groupby("prompt_id")[quantity].agg([_mean, _maximum])
     rows = rows.set_axis(["mean", "maximum"], axis=1).sort_values("mean", kind="stable")
     positive = (np.isfinite(rows) & (rows > 0)).to_numpy()
     left = np.min(rows.to_numpy(), initial=1.0, where=positive) / 2
@@ -78,17 +88,12 @@ def divergence_by_prompt(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes
     shown = rows.fillna(np.inf).clip(left, right)
     y = np.arange(len(rows))
     for name, marker in (("mean", "o"), ("maximum", "|")):
-        look = {
-            "color": COLOURS["total_variation"],
-            "marker": marker,
-            "markersize": 4,
-            "linestyle": "",
-        }
+        look = {"color": COLOURS[quantity], "marker": marker, "markersize": 4, "linestyle": ""}
         line(ax, name, shown[name], y, label=name, **look)
     edges = "; left edge: 0" if (rows <= 0).any(axis=None) else ""
     edges += "" if np.isfinite(rows).all(axis=None) else "; right edge: infinite or NaN"
     ax.set(xscale="log", xlim=(left / 1.2, right * 1.2), ylim=(-0.6, len(y) - 0.4))
-    ax.set_xlabel(f"total variation (probability, log scale{edges})")
+    ax.set_xlabel(f"{_LONG[quantity]}, log scale{edges})")
     _row_labels(ax, y, rows.index)
     legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return ax
