@@ -14,7 +14,7 @@
 # - what *assay sensitivity* is: a test that could not have failed proves nothing;
 # - why the margin of the right answer sees more than the accuracy does, and text similarity less.
 #
-# **What you need**: two CPU cores and about five minutes; SmolLM2 (98 MB, fetched once). The tiny
+# **What you need**: two CPU cores and about six minutes; SmolLM2 (98 MB, fetched once). The tiny
 # pair answers at chance, so there this level is NOT APPLICABLE.
 
 # %%
@@ -39,7 +39,7 @@ from lossless_lab.semantic.text import score_texts
 MODEL = "smollm2"
 CANDIDATES = ("bfloat16", "int8-channel", "int4-group32")
 CONTROL = "int2-group32"
-EVERY = 8
+EVERY = 6
 MARGIN = 0.02
 
 # %%
@@ -228,7 +228,7 @@ overall[["estimate", "low", "high"]]
 
 # %% [markdown]
 # **Read back.** The change by bfloat16 cannot be told from zero, that by eight bits can, and four bits
-# cost about eighteen times as much. No limits are given for categories of fewer than 30 groups.
+# cost about twenty times as much. No limits are given for categories of fewer than 30 groups.
 #
 # ### Accuracy, flips and the answer
 
@@ -242,10 +242,9 @@ for name, found in compared.items():
     print(f"{name}: {found}")
 
 # %% [markdown]
-# **Read back.** Three answers. bfloat16 flips nothing and is EQUIVALENT. int8 is as accurate, one item
-# lost and one gained, but its lower limit of −2.02 points lies just outside the margin: INCONCLUSIVE, and
-# `EVERY = 4` would ask twice as many items. int4 is DIFFERENT. Accuracy, to which only flips speak, does
-# not see that int8 moved at all; the margin did.
+# **Read back.** bfloat16 loses two items and gains two, int8 loses one and gains one: both are EQUIVALENT,
+# with lower limits of −1.8 and −1.5 points inside the margin of 2. int4 is DIFFERENT. Accuracy, to which
+# only flips speak, does not see that int8 moved at all; the margin of the right answer did.
 #
 # With one test per category, something looks lost by chance. Holm's correction multiplies the smallest
 # p-value by the number of categories, the next by one less, and so on.
@@ -255,7 +254,7 @@ tests = compared[CANDIDATES[-1]].frame[:-1]
 tests[["category", "n_groups", "lost", "gained", "mcnemar_p", "holm_p"]].sort_values("mcnemar_p")
 
 # %% [markdown]
-# **Read back.** The smallest p-value, .06 for code, is .8 after the correction: which category suffered
+# **Read back.** The smallest p-value, .006 for arithmetic, is .08 after the correction: which category suffered
 # cannot be said, only that all of them together did. None is cleared by that: the limits in the chart
 # above say what each may have lost.
 #
@@ -303,8 +302,9 @@ beside.set_index(["candidate", "kind"])
 pd.DataFrame({name: frame[["right", "f1"]].mean() for name, frame in written.items()}).T
 
 # %% [markdown]
-# **Read back.** So few free answers cannot rule out a loss of 2 points, whatever they show; that takes the
-# hundreds that "How many items" asked for. They do show that of int4. `EVERY = 1` asks eight times as many.
+# **Read back.** So few free answers cannot rule out a loss of 2 points, whatever they show, and do not
+# even establish that of int4; that takes the hundreds that "How many items" asked for. `EVERY = 1` asks
+# six times as many.
 #
 # ## Text similarity decides nothing
 #
@@ -342,9 +342,9 @@ def alike(name):
 pd.DataFrame({name: alike(name) for name in (*CANDIDATES, CONTROL)}).T
 
 # %% [markdown]
-# **Read back.** Even in bfloat16, every fourth answer is another text, and in four bits nearly all are.
-# The reference finds what two-bit weights write 8 nats per token less likely than its own words, and
-# what bfloat16 and int8 write about as likely. None of this says whether an answer is right.
+# **Read back.** Even in bfloat16, every fifth answer is another text, and in four bits most are. The
+# reference finds what two-bit weights write about 9 nats per token less likely than its own words, and
+# what bfloat16 and int8 write nearly as likely. None of this says whether an answer is right.
 
 # %% [markdown]
 # ## Verdict
