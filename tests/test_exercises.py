@@ -3,10 +3,13 @@
 import csv
 import json
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 from lossless_lab import paths
@@ -57,6 +60,16 @@ def law_of_a_greedy_draft():
         (5, int(np.ceil(np.log(0.05) / np.log(0.98)))),
         (6, (LONG.format(17), LONG.format(71))),
         (7, "1B "),
+        (8, 2),
+        (9, np.int64(3)),
+        (2, torch.tensor([2048, 1, 1])),
+        (2, torch.tensor([2048.0, 1, 1], dtype=torch.bfloat16)),
+        (2, pd.Series([2048, 1, 1])),
+        (3, Decimal("0.6")),
+        (3, torch.tensor(0.6, requires_grad=True)),
+        (4, (0.6, 0.4, 1 - 0.6 - 0.4)),  # may come out just below 0
+        (5, 149.0),
+        (6, (LONG.format("1,024"), LONG.format("1,025"))),
     ],
 )
 def test_right_answers_from_elsewhere(exercise, answer):
@@ -68,9 +81,10 @@ def test_right_answers_from_elsewhere(exercise, answer):
     [
         (1, "b", "softmax"),
         (1, "c", "overtakes"),
-        (2, (1, 1, 1), "both orders give 3"),
+        (2, (1, 1, 1), "both give 3"),
+        (2, (256, 1, 1), "both give 258"),
         (2, (2049, 1, 1), "does not hold all of these: it makes them 2048"),
-        (3, 0.4, "rejected"),
+        (3, 0.4, "another share"),
         (3, 0.5, "two separate draws"),
         (3, 5 / 9, "a proposed A is kept"),
         (3, 0.7, "token by token"),
@@ -82,7 +96,10 @@ def test_right_answers_from_elsewhere(exercise, answer):
         (5, 148, "show nothing in 5.03%"),
         (5, 150, "fewer would do"),
         (6, ("4.00 GiB", "1.00 GiB"), "similarity 0.875"),
-        (6, ("four", "five"), "same fact"),
+        (6, ("four", "five"), "in digits"),
+        (6, (LONG, LONG + "7"), "in digits"),
+        (6, (LONG.format("4.0"), LONG.format("4.00")), "same fact"),
+        (6, (LONG.format("1,000"), LONG.format("1000")), "same fact"),
         (7, "2", "greedy text"),
         (8, "1b", "not what is drawn"),
         (9, "1a", "stricter"),
@@ -98,18 +115,29 @@ def test_a_typical_wrong_answer_is_told_why(exercise, answer, why):
     ("exercise", "answer"),
     [
         (1, "d"), (1, 1), (1, ["a"]), (2, (1, 2)), (2, "abc"), (2, (1, 2, 3, 4)), (3, "much"),
-        (3, (0.6, 0.4, 0.1)[:0] or {}), (4, (0.5, 0.5)), (4, "a"), (5, "149"), (5, 149.0), (5, [1]),
-        (6, "one text"), (6, (1, 2)), (7, "4"), (7, None.__class__), (10, {"1a"}),
+        (2, (2048, "1", 1)), (2, (2048, None, 1)), (2, (np.inf, -np.inf, 1)), (2, torch.ones(2)),
+        (3, {}), (3, []), (3, [[]]), (3, np.array([])), (3, [0.6] * 5), (3, [0.6]), (3, np.nan),
+        (3, -0.6), (3, 60), (3, "0.6"), (3, True), (3, 0.6 + 0j), (4, (0.5, 0.5)), (4, "a"),
+        (4, np.nan), (4, (-1, 2, 0)), (4, ((1, 2), 0, 0)), (4, 0.6), (5, "149"), (5, [149]),
+        (5, -5), (5, 0), (5, 148.5), (5, np.inf), (5, 10**400), (6, "one text"), (6, (1, 2)),
+        (6, (LONG,)), (7, "4"), (7, 2.5), (7, None.__class__), (10, {"1a"}),
+        (9, pd.DataFrame({"a": [3]})),
     ],
 )  # fmt: skip
 def test_an_answer_of_another_form_is_told_the_form(exercise, answer):
     assert check(exercise, answer).startswith("not yet: the answer must be ")
 
 
+@pytest.mark.parametrize("answer", ["z" * 9999, 10**400, [1] * 9999, np.ones(9999)])
+@pytest.mark.parametrize("exercise", [1, 3, 5])
+def test_a_long_answer_is_repeated_in_short(exercise, answer):
+    assert len(check(exercise, answer)) < 150
+
+
 def test_no_answer_and_no_such_exercise():
     assert {check(n, None) for n in exercises_asked()} == {"no answer yet"}
-    for unknown in (0, 11, "1"):
-        with pytest.raises(ValueError, match=f"one of 1 to 10; got {unknown!r}"):
+    for unknown in (0, 11, "1", [1], {}, torch.tensor([1])):
+        with pytest.raises(ValueError, match=f"one of 1 to 10; got {re.escape(repr(unknown))}"):
             check(unknown, "a")
 
 
@@ -123,12 +151,17 @@ def test_what_is_said_never_holds_the_solution():
         if row["exercise"] in right and row["says"] != "right" and row["answer"] != "form":
             shown = {str(x).removeprefix("0") for x in np.ravel(right[row["exercise"]])} - {"a"}
             assert not shown & set(re.findall(r"[\w.]+", row["says"])), row
+            assert "share that is rejected" not in row["says"], "1 minus it is the answer"
 
 
 def test_the_notebook_gives_no_answer_away():
     text = "\n".join(c.source for c in NOTEBOOK.cells)
     assert "solutions/01_three_levels.md" in text and SOLUTIONS.exists()
     assert "149" not in text and "ANSWERS = {1: None" in text
+    (shown,) = re.findall(r"forms such as `(\{.*?\})`", text)
+    wrong = {n: check(n, answer) for n, answer in eval(shown).items()}
+    forms = re.compile("the answer must be one of the letters|token by token|does it sum to 1")
+    assert len(wrong) == 3 and all(map(forms.search, wrong.values())), "a form, and no hint"
     assert not re.search(r"<summary>Answers?</summary>", text)
 
 

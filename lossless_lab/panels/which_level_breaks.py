@@ -210,7 +210,8 @@ def _draw(figure: Figure, content: Content, state: dict) -> None:
         figure.add_axes((0.17, 0.13, 0.8, 0.72))
     frame = content.frames["distribution"]
     plots.distribution_dots(frame, ax=figure.axes[0], n_tokens=10)
-    place = f"after prompt {frame['row'].iloc[0]}, where the two laws differ most"
+    how = "are equal" if content.table["answer"].iloc[2] == "PROVEN" else "differ most"
+    place = f"after prompt {frame['row'].iloc[0]}, where the two laws {how}"
     figure.axes[0].set_xlabel(f"log-probability (nats) {place}")
     words = " · ".join(content.table["level"] + " " + content.table["answer"])
     figure.suptitle(words, fontsize=9, y=0.985)
