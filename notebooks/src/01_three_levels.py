@@ -6,8 +6,8 @@
 
 # %% [markdown]
 # **What you will learn**: to tell apart three claims that all go by the name *lossless*; to check
-# each by hand, on three tokens or two sentences, and then on a real model; why none implies the
-# next; and why "we found no difference" is not yet an answer.
+# each by hand, on three tokens or two sentences, and then on a real model; why keeping one within a
+# margin does not keep another; and why "we found no difference" is not yet an answer.
 #
 # **What you need**: a CPU, no network, a quarter of an hour to read. The cells run in well under a
 # minute.
@@ -23,7 +23,7 @@ from lossless_lab import TransformersEngine, divergences, figures, models, panel
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.exercises import check
 from lossless_lab.numerical.noise import ulp_of
-from lossless_lab.panels.which_level_breaks import levels
+from lossless_lab.panels.which_level_breaks import MARGINS, levels
 from lossless_lab.semantic.text import similarity
 from lossless_lab.stats.intervals import share_interval
 
@@ -53,7 +53,10 @@ print(target, draft, stamp, sep="\n")
 # | *law* | the probabilities that softmax makes of the logits: exp(logit) divided by the sum of all exp(logit) |
 # | *greedy* | always take the likeliest token; *sampling* draws from the law instead |
 # | *reference, candidate* | the model before the change, and the one to be judged; always in this order |
-# | *total variation* (TV) | half the sum of the absolute differences of two laws, from 0 to 1: however cleverly two samplers share their random numbers, at least this share of their tokens differs |
+# | *total variation* (TV) | the largest difference in the probability of any event, from 0 to 1; it is half the sum of the absolute differences of two laws. Hence, however cleverly two samplers share their random numbers, at least this share of their tokens differs |
+# | *kernel* | the program that does one step, such as attention, on one kind of machine; another kernel may add in another order |
+# | *RMS* | root mean square: the size of a typical entry |
+# | *one-sided 95 %* | a bound found by a rule that fails, by bad luck in the choice of prompts, at most once in 20 times |
 #
 # A model has three tokens A, B, C and the law .7, .2, .1. A candidate multiplies all its logits by
 # 2. **By hand:** doubling a logit squares its probability, so the squares .49, .04, .01 are divided
@@ -76,7 +79,7 @@ candidate_law.round(3), float(tv.round(3))
 # |---|---|---|---|
 # | **1 numerical** | the same computation | **1a** all logits are equal, bit for bit | a replay that compares checksums |
 # | | | **1b** the same greedy tokens come out | JSON, code that is run, tests that compare outputs: one other token breaks them |
-# | | | **1c** logits move no more than under re-orderings that everybody calls harmless | whoever hunts for bugs: what moves more is no rounding |
+# | | | **1c** logits move no more than under re-orderings that everybody calls harmless; a number added to all of them, which softmax ignores, does not count | whoever hunts for bugs: what moves more is no rounding |
 # | **2 statistical** | the same law | every token keeps its probability | services that sample, training data made by a model: no single token matters, all probabilities do |
 # | **3 semantic** | the same usefulness | as many tasks are solved, within a margin stated beforehand | explanations, summaries, conversation: many texts are equally good |
 
@@ -104,10 +107,11 @@ from_the_left.item(), from_the_right.item()
 #
 # ### By hand: a margin
 #
-# When does a moved logit change the greedy token? Only if the two best logits are closer than they
-# are moved. Their distance is called the **margin**. Between 8 and 16, bf16 has steps of 1/16.
-# **Prediction.** The logits 10.02 and 9.99 have a margin of .03, less than a step: both become
-# 10.0, a tie, and which token wins is up to chance. 10.2 and 9.9 stay apart.
+# The distance between the two best logits is called the **margin**. When does a change move the
+# greedy token? Only if their distance changes by at least as much as it is: moves against each
+# other count, a common move does not. Between 8 and 16, bf16 has steps of 1/16. **Prediction.** The
+# logits 10.02 and 9.99 have a margin of .03, less than a step: both become 10.0, a **tie**, and a
+# rule that knows neither decides (`argmax` here takes the lower id). 10.2 and 9.9 stay apart.
 
 # %%
 near, far = torch.tensor([10.02, 9.99]), torch.tensor([10.2, 9.9])
@@ -150,51 +154,67 @@ def read(model, batch_size=1, **options):
 reference = read(target)
 
 # %% [markdown]
-# Now five changes. Two only re-order sums: prompts share a batch with seven others, or attention is
-# computed by another kernel. The third rounds everything to bf16, the fourth multiplies the logits
-# by a number, and the fifth is no optimisation at all: it swaps the model for the small one.
+# Now five changes. Two only re-order sums: attention is computed step by step as its formula is
+# written ("eager") instead of by one kernel, or prompts share a batch with seven others. The
+# third rounds everything to bf16, the fourth multiplies the logits by a number, and the fifth is
+# no optimisation at all: it swaps the model for the small one.
 
 # %%
-candidates = {"batches of 8": read(target, batch_size=8)}
-candidates["eager attention"] = read(target, attention="eager")
+candidates = {"eager attention": read(target, attention="eager")}
+candidates["batches of 8"] = read(target, batch_size=8)
 candidates["bf16"] = read(models.load(MODEL, dtype="bfloat16"))
 candidates[f"logits × {SCALE}"] = SCALE * reference
 candidates["draft instead"] = read(draft)
 
 # %% [markdown]
-# **Prediction.** Re-ordering touches the last digits of nearly every row (1a fails) and hardly ever
-# a greedy token (1b holds). bf16 does the same with coarser digits. In both cases the difference
-# should be a few rounding steps of the format at the size of the largest logit (printed below): if
-# that lies between 8 and 16, a step is a millionth in fp32 and 1/16 in bf16.
+# **Prediction.** Re-ordering touches the last digits of nearly every row (1a fails) and hardly
+# ever a greedy token (1b holds). bf16 too should fail 1a and keep 1b, with coarser digits. In
+# both cases the difference should be a few rounding steps of the format at the size of the
+# largest logit (printed below): if that lies between 8 and 16, a step is a millionth in fp32 and
+# 1/16 in bf16.
 
 # %%
 frames = {k: divergences(reference, c, prompt_id=k).frame for k, c in candidates.items()}
+tied = {k: np.equal(*c.topk(2).values.T.numpy()) for k, c in candidates.items()}
+
+# %%
 level_1 = pd.DataFrame(index=list(candidates))
 level_1["1a: rows equal"] = [int((reference == c).all(-1).sum()) for c in candidates.values()]
 level_1["1b: greedy tokens equal"] = [int(f["top1_agree"].sum()) for f in frames.values()]
-level_1["largest difference (RMS)"] = [f["logit_rms"].max() for f in frames.values()]
+level_1["of these, ties"] = [int((tied[k] & f["top1_agree"]).sum()) for k, f in frames.items()]
+level_1["largest difference (centred RMS)"] = [f["logit_rms"].max() for f in frames.values()]
 
 # %%
-difference = level_1["largest difference (RMS)"]
+difference = level_1["largest difference (centred RMS)"]
 formats = ["bfloat16" if name == "bf16" else "float32" for name in candidates]
 print(f"largest logit: {float(reference.max()):.3g}")
 level_1["in rounding steps"] = difference / [ulp_of(reference.max(), f) for f in formats]
 floor = difference.iloc[:2].max()
-level_1["1c: times the floor"] = (difference / floor).where(difference > floor, "sets the floor")
+level_1["1c: times the floor"] = (difference / floor).where(difference > floor, "defines the floor")
 level_1
 
 # %% [markdown]
-# Read the last two columns. Re-ordering and bf16 are off by a few rounding steps *of their own
-# format* at most; the last two rows are not rounding. Level 1c uses a unit that needs no such
-# knowledge, the **noise floor**: the largest difference that harmless re-orderings made. bf16 lies
-# far above it and is therefore another computation, however natural its rounding.
+# *Centred*: the mean of a row's differences is removed first, which softmax would ignore. Read
+# the last two columns. Re-ordering and bf16 are off by a few rounding steps *of their own format*
+# at most; the last two rows are not rounding. Level 1c uses a unit that needs no such knowledge,
+# the **noise floor**: the largest difference that harmless re-orderings made. The first two rows
+# cannot fail 1c: they define it. bf16 lies far above it and is therefore another computation,
+# however natural its rounding.
 #
-# 1b survived, though 1a was lost at once. Here are the closest calls of bf16: the margin of the
-# reference in `reference_margin`, and how far logits moved in `logit_rms`.
+# 1b survived, though 1a was lost at once. Here are the closest calls: the margin of the reference,
+# and what bf16 made of the same two logits.
 
 # %%
-closest = frames["bf16"].nsmallest(3, "reference_margin")
-closest.set_index("position")[["reference_margin", "logit_rms", "top1_agree"]]
+closest = frames["bf16"].nsmallest(3, "reference_margin").set_index("position")
+rows = closest.index.tolist()
+pair = candidates["bf16"][rows].gather(1, reference[rows].topk(2).indices).numpy()
+closest[["bf16: best", "bf16: second"]] = pair
+closest[["reference_margin", "bf16: best", "bf16: second", "top1_agree"]]
+
+# %% [markdown]
+# Equal logits are a tie. The token is "equal" there only because the reference's favourite happens
+# to have the lower id; the column *of these, ties* counts such rows, and no claim should rest on
+# them.
 
 # %% [markdown]
 # ## Level 2: the same law
@@ -240,6 +260,8 @@ pd.DataFrame({"target": abc[0], "right rule": right, "broken rule": broken}, ind
 # %%
 laws = pd.DataFrame({"token": [*"ABC"], "target_prob": abc[0], "draft_prob": abc[1]})
 ax = plots.acceptance_picture(laws, ax=plots.axes())
+with plots.style():
+    ax.legend(reverse=True, loc="lower left", bbox_to_anchor=(0, 1), fontsize="small")
 about = {"notebook": "01_three_levels", "target": [*abc[0]], "draft": [*abc[1]]}
 print(figures.save(ax.figure, "01_three_tokens", laws, about))
 
@@ -284,12 +306,18 @@ Markdown(
 )
 
 # %% [markdown]
+# The broken rule errs through accepted tokens alone, because after a rejection it draws from target
+# itself. Its TV is therefore at most the share in the first column, and the hopeless draft, with
+# little accepted, does less harm here: a better draft does not make this bug smaller.
+
+# %% [markdown]
 # ## Level 3: the same usefulness
 #
 # ### By hand: two answers, one of them right
 #
 # *How large is the KV cache of 8 texts of 4,096 tokens, with 32 layers, 8 KV heads of 128
-# dimensions, keys and values, 2 bytes each?* In powers of two, 2³ · 2¹² · 2⁵ · 2³ · 2⁷ · 2 · 2 =
+# dimensions, keys and values, 2 bytes each?* (KV heads are those whose keys and values are stored;
+# several attention heads may share one.) In powers of two, 2³ · 2¹² · 2⁵ · 2³ · 2⁷ · 2 · 2 =
 # 2³² bytes: 4.00 GiB.
 #
 # **Prediction.** An answer of 27 characters with one wrong character has a similarity of 26/27 =
@@ -319,36 +347,40 @@ closers = target.tokenizer.convert_tokens_to_ids([")", "]"])
 option_ids = np.array([closers if text[i] == ")" else closers[::-1] for i in stops])
 
 
-def solved(logits):  # the right bracket is the first of the two options
+def lead(logits):  # of the right bracket, the first of the two options; 0 is a tie
     right, wrong = np.take_along_axis(logits.numpy(), option_ids, axis=1).T
-    return right > wrong
+    return right - wrong
 
 
-before = solved(reference)
+before = lead(reference) > 0
 
 # %%
-after = {name: solved(logits) for name, logits in candidates.items()}
-level_3 = pd.DataFrame({"solved": {name: a.sum() for name, a in after.items()}})
-level_3["lost"] = [(before & ~a).sum() for a in after.values()]
-level_3["won"] = [(~before & a).sum() for a in after.values()]
+after = {name: lead(logits) for name, logits in candidates.items()}
+level_3 = pd.DataFrame({"solved": {name: (a > 0).sum() for name, a in after.items()}})
+level_3["lost"] = [(before & (a <= 0)).sum() for a in after.values()]
+level_3["of these, ties"] = [(before & (a == 0)).sum() for a in after.values()]
+level_3["won"] = [(~before & (a > 0)).sum() for a in after.values()]
 bounds = [share_interval(int(lost), n, alternative="less").high for lost in level_3["lost"]]
 level_3["share lost, at most"] = bounds
 print(f"The reference solves {before.sum()} of {n}.")
 level_3
 
 # %% [markdown]
-# Read *lost* and *won*, not only the sums: a change that loses ten and wins ten solves as many tasks
-# as before, and is another model. The last column says how many of all such places may be lost,
-# given that only so many were tried (one-sided 95 %). That number, not the count, is held against
-# the margin: with a margin of 2 points, every row whose last column passes .02 has failed to show
-# that it is as good. Failing to show it is not the same as being worse; more places would tell.
+# Read *lost* and *won*, not only the sums: a change that loses ten and wins ten solves as many
+# tasks as before, and is another model. A tie is scored as lost here, since it prefers neither
+# bracket; a rule that took the lower id might score it as kept. The last column says how many of
+# all such places may be lost, given that only so many were tried (one-sided 95 %). That number,
+# not the count, is held against the margin: with a margin of 2 points, every row whose last
+# column exceeds .02 has failed to show that it is as good. Failing to show it is not the same as
+# being worse; more places would tell.
 #
 # ## A vector, not a ladder
 #
 # It is tempting to think of the levels as a ladder, where whoever stands on one step has climbed
-# the others. Put the answers side by side. In the row of the scaled logits 1b and 3 are kept and 2
-# is lost. And compare 1b with 3 in the row of bf16: the greedy token is only the top of the law,
-# while the choice between two brackets may be made further down.
+# the others. Equal bits imply everything. Apart from that, keeping one level within its margin does
+# not keep another. Put the answers side by side. In the row of the scaled logits 1b and 3 are kept
+# and 2 is lost. And compare 1b with 3 in the last row: the small model often has another favourite
+# among all tokens, and seldom another preference between two brackets.
 
 # %%
 vector = pd.DataFrame(index=list(candidates))
@@ -362,19 +394,25 @@ vector
 # %% [markdown]
 # Multiplying by a positive number keeps every order, so 1b and 3 hold *by proof*; the law becomes
 # sharper, so level 2 fails. By how much can be estimated beforehand: TV is about (scale − 1)/2
-# times the mean distance of a logit from the mean logit, both taken under the law itself (the first
-# term of a series; it comes out high, because a law cannot sharpen beyond 1).
+# times the mean distance of a logit from the mean logit, both taken under the law itself (the
+# first term of a series; it comes out high, because a law cannot sharpen beyond 1). The tables
+# only count; they do not know the proof, and so *share lost, at most* is above 0 beside a
+# certainty.
 
 # %%
 mean = (target_probs * reference.numpy()).sum(-1, keepdims=True)
 distance = (target_probs * np.abs(reference.numpy() - mean)).sum(-1).mean()
 estimate = (SCALE - 1) / 2 * distance
 scaled_tv = vector.loc[f"logits × {SCALE}", "2: mean TV"]
-Markdown(f"Estimate {estimate:.3f}, measured {scaled_tv:.3f}, ratio {scaled_tv / estimate:.2f}.")
+Markdown(
+    f"Estimate {estimate:.3f}, measured {scaled_tv:.3f}, ratio {scaled_tv / estimate:.2f}. (The "
+    f"broken rule was off by {broken_tv:.3f}: a resemblance without a common cause.)"
+)
 
 # %%
 data = pd.concat(frames.values())[["prompt_id", "position", "total_variation"]]
 ax = plots.divergence_by_prompt(data, ax=plots.axes(preset="double"))
+ax.invert_yaxis()  # the smallest on top, in the order of the tables
 provenance = {"notebook": "01_three_levels", "model": MODEL, "scale": SCALE, **stamp}
 print(figures.save(ax.figure, "01_total_variation", data, provenance, preset="double"))
 
@@ -382,8 +420,8 @@ print(figures.save(ax.figure, "01_total_variation", data, provenance, preset="do
 # Mean and largest TV of each change over the 200 places. Re-ordering, bf16 and the rest lie many
 # powers of ten apart, which no look at greedy tokens could have told.
 #
-# The vector points the other way too. Sample the *same* law twice, with two seeds: level 2 holds
-# by construction, and the tokens differ all the same. **Prediction.** Two draws agree with a
+# Equal laws do not make sampled tokens equal. Sample the *same* law twice, with two seeds: level 2
+# holds by construction, and the tokens differ all the same. **Prediction.** Two draws agree with a
 # probability that is the sum of the squared probabilities.
 
 
@@ -409,10 +447,11 @@ assert round(largest_share[3], 2) == 0.63 and largest_share[59] < 0.05 < largest
 largest_share.rename_axis("identical outputs").to_frame("share that may still differ")
 
 # %% [markdown]
-# "3 of 3 identical" leaves room for two thirds of all prompts to differ. Say beforehand which share
-# would matter to you; 59 identical outputs are needed to stay below 5 %. Hence the words that this
-# workbench uses: *PROVEN* for equal bits or equal laws, *EQUIVALENT* only with such a bound below a
-# stated margin, *DIFFERENT*, and otherwise *INCONCLUSIVE*, with the number of prompts that it takes.
+# "3 of 3 identical" leaves room for two thirds of all prompts to differ. Say beforehand which
+# share would matter to you; 59 identical outputs are needed to stay below 5 %. Hence the words
+# that this workbench uses: *PROVEN* for equal bits or equal laws, *EQUIVALENT* only with such a
+# bound below a stated margin, *DIFFERENT*, and otherwise *INCONCLUSIVE*, with the number of
+# prompts that it takes.
 #
 # ## Turn the knobs yourself
 #
@@ -428,7 +467,9 @@ arrays = reference.numpy(), candidates["draft instead"].numpy(), option_ids
 panels.which_level_breaks(*arrays, decode=target.tokenizer.decode)
 
 # %% [markdown]
-# The same answers without a panel, for five settings of the knobs:
+# The same answers without a panel, for five settings of the knobs. Each is held against a margin:
+# the share of places whose greedy token (1b) or bracket (3) may change, and the mean TV (2). 1c
+# is missing, because one set of logits has no noise floor.
 
 # %%
 settings = {
@@ -439,7 +480,8 @@ settings = {
     "broken draft rule": {"rule": "resample from target"},
 }
 tables = {k: levels(*arrays, **v).table.set_index("level")["answer"] for k, v in settings.items()}
-pd.DataFrame(tables).T
+margin = {level: f"{level} (margin {m:g})" for level, m in MARGINS.items()}
+pd.DataFrame(tables).T.rename(columns=margin)
 
 # %% [markdown]
 # Scaling breaks 1a and 2. Noise breaks 1a at once and the others one after another, each when it
@@ -503,18 +545,18 @@ pd.DataFrame(cost).T
 # %% [markdown]
 # | | the sentence | is | as shown by |
 # |---|---|---|---|
-# | 1 | `model = torch.compile(model)` and then `generate` tests the compiler. | false: it never runs | just above; [00](00_start_here.ipynb) calls it VACUOUS |
+# | 1 | `model = torch.compile(model)` and then `generate` tests the compiler. | false: it never runs | just above; [00](00_start_here.ipynb) calls it VACUOUS, a test that nothing could fail |
 # | 2 | After a rejection, sample from the target. | false: TV .15 | *Level 2*, broken rule |
 # | 3 | A poor draft makes the output wrong. | false: slow | *Level 2*, hopeless draft |
 # | 4 | Continuous batching is unstable because memory runs short. | false: it is the order of sums; short memory is another fault | *Level 1*, batches of 8; [10](10_troubleshooting.ipynb), symptom 2, tells them apart |
-# | 5 | The formula is the same, so batching and paging are lossless. | it depends: 1a was lost, 1b kept | *Level 1*, both parts |
+# | 5 | The formula is the same, so batching and paging are lossless. | it depends: batching lost 1a and kept 1b here; paging is not tried here | *Level 1*, both parts; [10](10_troubleshooting.ipynb), symptom 2, has a paged cache |
 # | 6 | Nearly all outputs are equal, so there is no effect. | false: 3 of 3 leave 63 % | *What does "no difference found" show?* |
 # | 7 | Compare prompt and answer together. | false: disjoint answers score .905 | just above |
 # | 8 | Drop blank lines before comparing. | false: pairs shift | just above |
 # | 9 | A similarity near 1 is harmless. | false: 4.00 and 1.00 GiB have .963 | *Level 3*, by hand |
 # | 10 | A fixed seed steadies greedy decoding. | false: nothing is drawn | just above |
-# | 11 | The real KV cache is always above the estimate. | it depends: blocks lie above, latent caches 57 times below the naive formula | [02](02_kv_cache_sizing.ipynb), *Fewer heads, or a latent* |
-# | 12 | An 8B model in fp16 fits a 16 GB card. | false: its weights alone are 14.96 GiB | [02](02_kv_cache_sizing.ipynb), *The formula* |
+# | 11 | The real KV cache is always above the estimate. | it depends: blocks lie above, latent caches (one short vector in place of a token's keys and values) 57 times below the naive formula | [02](02_kv_cache_sizing.ipynb), *Fewer heads, or a latent* |
+# | 12 | An 8B model in fp16 fits a 16 GB card. | false: its weights alone are 14.96 GiB = 16.06 GB, more than a card of 16·10⁹ bytes, and all but 1 GiB of one with 16 GiB | [02](02_kv_cache_sizing.ipynb), *The formula* |
 # | 13 | Weight-only quantization saves arithmetic. | false: it saves bytes | just above |
 # | 14 | Numbers, texts and tasks were checked, so everything was. | false: the law has no row there | *A vector, not a ladder*: logits × 1.2 |
 # | 15 | Attention heads size the KV cache. | it depends: KV heads do, and only in old models are they as many | *Level 3*, by hand; [02](02_kv_cache_sizing.ipynb) |
@@ -540,30 +582,34 @@ print(f"{len(ids)} tokens, one by one: {one_by_one}; together: {target.tokenizer
 
 # %%
 scaled, noisy, bf16 = vector.loc[f"logits × {SCALE}"], vector.iloc[:2].max(), vector.loc["bf16"]
+ties = [table.loc["bf16", "of these, ties"] for table in (level_1, level_3)]
 bound = share_interval(int(noisy.iloc[1]), n, alternative="less").high
 Markdown(
-    f"""On {MODEL}, no level implied another: logits × {SCALE} changed {scaled.iloc[1]} of {n} greedy
-tokens, and {scaled.iloc[4]} choices between brackets, and the sampling law by a mean TV of {scaled.iloc[3]:.3f}.
-Re-ordering the same sums changed {noisy.iloc[1]} tokens, hence at most {bound:.1%} of all such
-places (one-sided 95 %), at a mean TV of {noisy.iloc[3]:.0e}; bf16 changed {bf16.iloc[1]} tokens
-and the bracket at {bf16.iloc[4]} places, at {bf16.iloc[3]:.0e}. Not shown: later tokens, other texts and
+    f"""Equal bits imply everything; apart from that, keeping one level within its margin does not keep
+another. On {MODEL}, logits × {SCALE} changed {scaled.iloc[1]} of {n} greedy tokens, {scaled.iloc[4]}
+choices between brackets, and the sampling law by a mean TV of {scaled.iloc[3]:.3f}.
+Re-ordering the same sums changed {noisy.iloc[1]} tokens, hence at most {bound:.1%} of all such places (one-sided 95 %), at a mean TV of {noisy.iloc[3]:.0e}; bf16, at {bf16.iloc[3]:.0e},
+changed {bf16.iloc[1]} tokens (of the others {ties[0]} hung on a tie) and {bf16.iloc[4]} choices between brackets
+(ties: {ties[1]}). Not shown: later tokens, other texts and
 models, engines, GPUs, and any task but {n} closing brackets."""
 )
 
 # %% [markdown]
 # ## Exercises
 #
-# Write your answers into the next cell, in forms such as `{1: "b", 3: 0.4, 4: (0.7, 0.2, 0.1)}` (all
-# three are wrong), and run it with the one after it, which says what is wrong, but never the solution.
+# Write your answers into the next cell, in forms such as `{1: "z", 3: 0.01, 4: (0.3, 0.3, 0.4)}`,
+# and run it with the one after it, which says what is wrong, but never the solution.
 #
 # 1. A candidate's logits are those of the reference **plus 3**, for every token. Which claims are
-#    broken, rounding apart? (a) 1a only (b) 1a and 2 (c) all of them
+#    broken, rounding apart, with 1c as worded in the table of levels? (a) 1a only (b) 1a and 2
+#    (c) all of them
 # 2. fp16 keeps 11 binary digits. Find three numbers, as above, whose sum depends on the order.
 # 3. Target has the law .5, .5 and the draft .9, .1. Which share of the proposals is accepted?
 # 4. A real bug: the draft of the three tokens proposed its *likeliest* token, but was judged by its
 #    softmax probabilities. Which law comes out?
 # 5. How many identical outputs does it take until a share of 2 % is excluded (at 95 %)?
-# 6. Write a right answer that holds a number, and a wrong one whose similarity to it is above .99.
+# 6. Write a right answer that holds a number, in digits, and a wrong one with another number whose
+#    similarity to it is above .99.
 # 7. A program parses the JSON that your service writes greedily. Which claim do you have to check:
 #    1a, 1b, 2 or 3?
 # 8. A million sampled dialogues are to train another model. Which claim?
