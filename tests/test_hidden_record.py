@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from safetensors.torch import load_file, save_file
 
+from lossless_lab.number_formats import round_to
 from lossless_lab.optimizations.quantization import quantized
 from lossless_lab.pipeline.corpus import compare_on
 from lossless_lab.pipeline.heads import head_of
@@ -206,3 +207,32 @@ def test_what_cannot_be_recorded_is_named(networks, tmp_path):
     with pytest.raises(ValueError, match="`dtype` float16 is too small for states up to"):
         record_states(path, model(large), TEXTS, dtype="float16")
     assert not path.exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_any_other_weight_or_dtype_of_the_head_is_refused(dtype, tmp_path):
+    """Too little for two rows of logits in 16 bits to show: one row, or a head in 8 bits."""
+    own = build("Llama").to(getattr(torch, dtype))
+    record_states(path := tmp_path / "r.safetensors", model(own), TEXTS)
+    row, rounded, other = (copy.deepcopy(own) for _ in range(3))
+    with torch.no_grad():
+        row.lm_head.weight[7, 3] *= 1.02
+        rounded.lm_head.weight.copy_(round_to(own.lm_head.weight, "int8-channel"))
+    other.to(torch.float32 if dtype == "bfloat16" else torch.bfloat16)
+    for wrong in (row, rounded, other):
+        with pytest.raises(ValueError, match="its weights or their dtype are others"):
+            HiddenRecord(path, wrong)
+    assert HiddenRecord(path, own).facts["model"] == "it"
+
+
+def test_a_file_that_was_cut_or_lost_its_facts_is_refused(networks, tmp_path):
+    own, path = model(networks["Llama"]), tmp_path / "r.safetensors"
+    facts, tensors = record_states(path, own, TEXTS).facts, load_file(path)
+    save_file(tensors, tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="not tell of which model and head"):
+        HiddenRecord(tmp_path / "bare.safetensors", own)
+    cut = tensors | {"states/0": tensors["states/0"][:-1].clone()}
+    save_file(cut, tmp_path / "cut.safetensors", facts)
+    short = HiddenRecord(tmp_path / "cut.safetensors", own)
+    with pytest.raises(ValueError, match="'0' must have 17 states; the file holds 16"):
+        compare_on(own, short, TEXTS, progress=False)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from lossless_lab.models.loading import DTYPES
+from lossless_lab.models.loading import DTYPES, state_sha256
 from lossless_lab.pipeline.corpus import batched, chunks, padded, read_tokens
 from lossless_lab.pipeline.heads import Side, head_of, states_and_head
 from lossless_lab.prompts import Document
@@ -45,15 +45,19 @@ class HiddenRecord:
             states, logits = map(self._stored.get_tensor, ("probe/states", "probe/logits"))
         except SafetensorError as error:
             raise ValueError(f"`path` {path} holds no hidden states: {error}") from None
-        self.facts = self._stored.metadata()
+        self.facts = self._stored.metadata() or {}
+        if "head" not in self.facts:
+            raise ValueError(f"`path` {path} does not tell of which model and head its states are")
         there, head = tuple(network.get_output_embeddings().weight.shape), head_of(network)
         if there != (needed := (logits.shape[1], states.shape[1])):
             rule = f"a head of {needed} as in {path}, vocabulary and hidden size"
             raise ValueError(f"`model` must have {rule}; got {there}")
+        rule = f"the head of {self.facts['model']}, which made the logits in {path}"
+        if state_sha256(network.get_output_embeddings()) != self.facts["head"]:
+            raise ValueError(f"`model` must have {rule}; its weights or their dtype are others")
         with torch.inference_mode():
             off = (head(states).cpu() - logits).abs().nan_to_num().max() / logits.abs().max()
         if off > 4 * max(torch.finfo(states.dtype).eps, 1e-5):
-            rule = f"the head of {self.facts['model']}, which made the logits in {path}"
             raise ValueError(f"`model` must have {rule}; it is off by {off:.2g} of the largest")
         self._side = self._read, lambda x: head(x.to(states.dtype))
 
@@ -65,6 +69,9 @@ class HiddenRecord:
             if held[: len(ids)] != ids:
                 told = f"{len(held)} ids that are others or too few" if held else "no such document"
                 raise ValueError(f"document {name!r} must be as it was recorded; got {told}")
+            n = self._stored.get_slice(f"states/{name}").get_shape()[0]
+            if n != (due := len(held) - 1):
+                raise ValueError(f"document {name!r} must have {due} states; the file holds {n}")
         return self._side
 
     def _read(self, names: list[str], _: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -121,5 +128,6 @@ def record_states(
     floor, name = np.concatenate(moved), getattr(model, "name", "a network")
     size = f"{len(floor)} tokens of {stored[0].nbytes} bytes"
     lost = f"mean KL {floor.mean():.2g} nats, at most {floor.max():.2g}"
-    save_file(kept, path, {"model": name, "size": size, "floor": lost})
+    own = state_sha256(getattr(model, "network", model).get_output_embeddings())
+    save_file(kept, path, {"model": name, "size": size, "floor": lost, "head": own})
     return HiddenRecord(path, model)
