@@ -116,3 +116,15 @@ def test_what_cannot_carry_or_merge_adapters_is_refused():
         merged().apply(build_t0())
     with pytest.raises(ValueError, match="no linear layer named q_proj, k_proj, v_proj"):
         with_adapters(build_g0())
+
+
+def test_a_merge_that_would_change_the_embeddings_too_is_refused():
+    tied = build_t0()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    before = tied.model.embed_tokens.weight.clone()
+    adapted = with_adapters(tied, modules=["lm_head"])
+    with pytest.raises(ValueError, match=r"`lm_head` has those of `model.embed_tokens`"):
+        merged().apply(adapted)
+    assert adapted.model.embed_tokens.weight.equal(before)
+    others = merged().apply(with_adapters(tied)).network
+    assert others.adapters_merged == 9

@@ -179,3 +179,8 @@ def test_refusals():
         drop_layers(1, 2, 3).apply(build_t0())
     with pytest.raises(ValueError, match=r"down_proj`: rows of 90 weights are no whole groups"):
         two_of_four().apply(build_t0(intermediate_size=90))
+
+
+def test_a_layer_is_a_number():
+    with pytest.raises(ValueError, match=r"some of 1 to 3, not all; got \(True,\)"):
+        drop_layers(True).apply(build_t0())

@@ -207,3 +207,17 @@ def test_refusals_name_the_layer():
     broken.model.layers[2].self_attn.k_proj.weight.data[3, 4] = torch.nan
     with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.k_proj`: .*first \(3, 4\)"):
         quantized("int8-channel").apply(broken)
+
+
+def test_what_skip_does_not_name_is_refused():
+    """A str would be a set of letters, and a name that nothing has would skip nothing."""
+    network = build_t0()
+    with pytest.raises(ValueError, match=r"`skip` must be a list .*; got the str 'lm_head'"):
+        quantized("nf4", skip="lm_head").apply(network)
+    for wrong in (["lm_heads"], ["down_proj", "up-proj"], ["norm"]):
+        with pytest.raises(ValueError, match=f"names of linear layers; got .*{wrong[-1]}"):
+            quantized("nf4", skip=wrong).apply(network)
+    made = quantized("nf4", skip=["down_proj", "lm_head"]).apply(network).network
+    same = {n for n, w in made.state_dict().items() if w.equal(network.state_dict()[n])}
+    kept = {n for n in same if n.endswith("proj.weight")}
+    assert kept == {n for n in made.state_dict() if "down_proj" in n}

@@ -73,6 +73,10 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
         changed.adapters_idle = True
         for name, module in found.items():
             base = module.base_layer
+            for other, m in changed.named_modules():
+                if m not in (base, module) and getattr(m, "weight", None) is base.weight:
+                    rule = f"weights of its own by each adapter; `{name}` has those of `{other}`"
+                    raise ValueError(f"`network` must have {rule}, and merging would change both")
             before, adds = base.weight.detach().clone(), _adds(module)
             module.merge()
             if fmt is not None:

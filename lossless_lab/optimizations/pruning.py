@@ -95,7 +95,8 @@ def drop_layers(*layers: int) -> Optimization:
         config = changed.config.get_text_config(decoder=True)
         n = config.num_hidden_layers
         kept = [i for i in range(n) if i + 1 not in layers]
-        if not layers or not kept or not set(layers) <= set(range(1, n + 1)):
+        whole = all(type(layer) is int for layer in layers)
+        if not layers or not kept or not whole or not set(layers) <= set(range(1, n + 1)):
             raise ValueError(f"`layers` must be some of 1 to {n}, not all; got {layers}")
         blocks = _blocks(changed)
         for layer in sorted(set(layers), reverse=True):

@@ -32,7 +32,8 @@ def quantized(fmt: str | Format | GgufFormat, *, skip: Sequence[str] = HEAD) -> 
     ----------
     fmt : name in number_formats.FORMATS, or a format of your own. Its groups are halved for
         matrices whose rows they do not divide, where the format allows it; the witness says so.
-    skip : parts of module names ("lm_head", "down_proj") that keep their weights.
+    skip : parts of module names ("lm_head", "down_proj") that keep their weights; "lm_head" may
+        be missing, any other must be there.
 
     >>> quantized("int4-group128").level
     '3'
@@ -77,9 +78,12 @@ def linears(network: nn.Module, *, skip: Sequence[str] = HEAD) -> Iterator[tuple
     """(name, module) of linear layers, transformers' Conv1D among them, besides `skip`."""
     from transformers.pytorch_utils import Conv1D
 
-    for name, module in network.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not set(skip) & set(name.split(".")):
-            yield name, module
+    if isinstance(skip, str):
+        raise ValueError(f"`skip` must be a list of parts of module names; got the str {skip!r}")
+    found = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    if unknown := {*skip} - {*HEAD} - {part for name in found for part in name.split(".")}:
+        raise ValueError(f"`skip` must be parts of names of linear layers; got {sorted(unknown)}")
+    yield from ((name, m) for name, m in found.items() if not {*skip} & {*name.split(".")})
 
 
 def mean_over_weights(
