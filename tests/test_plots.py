@@ -366,6 +366,9 @@ def test_the_ladder_marks_the_chosen_format_and_names_a_floor_off_the_scale():
     assert [t.get_text() for t in ax.get_yticklabels()] == ["int8, 8.1 bits", "int4, 4.5 bits"]
     texts = [t.get_text() for t in ax.get_legend().get_texts()]
     assert texts == ["twin 1e-13 (off scale)", "bf16 2e-05"]
+    marks = [(named(ax, k).get_marker(), len(named(ax, k).get_xdata())) for k in ("twin", "bf16")]
+    assert marks == [("<", 1), ("", 2)], "off the scale is a mark at the edge"
+    assert named(ax, "twin").get_xdata()[0] == ax.get_xlim()[0] <= 1e-5
     looks = [handle.get_linestyle() for handle in ax.get_legend().get_lines()]
     assert looks == ["None", "--"], "what is not drawn has no line in the legend"
     assert len(ax.collections) == 1, "whiskers are drawn anew, not added"
@@ -385,6 +388,10 @@ def test_the_tail_is_the_share_of_positions_with_at_least_that_kl():
     ax = plots.kl_tail(frame.assign(lost=[0.5, 0.1, 0.2, 0.3]), quantity="lost", label="lost (1)")
     np.testing.assert_allclose(named(ax, "a").get_xdata(), [0.5, 0.3, 0.2, 0.1])
     assert ax.get_xlabel() == "lost (1)"
+    signed = frame.assign(lost=[0.5, -0.4, 1e-9, 0.3])
+    ax = plots.kl_tail(signed, quantity="lost", label="lost (1)", smallest=1e-6)
+    np.testing.assert_allclose(named(ax, "a").get_xdata(), [0.5, 0.3, 1e-6, 1e-6])
+    assert named(ax, "a").get_label() == "a (mean 0.1)", "of all, not of what is drawn"
 
 
 def test_flips_stand_in_percent_against_kl_and_curves_get_their_ticks():

@@ -23,7 +23,7 @@ def format_ladder(
     ----------
     frame : format, bits_per_weight, mean_kl_nats; low and high, where present, as whiskers; a
         column chosen (bool) marks one format.
-    floors : name -> mean KL of what is harmless, a line each; those far below are named only.
+    floors : name -> mean KL of what is harmless, a line each; a "<" at the edge if far below.
     """
     frame = frame.round({"bits_per_weight": 2})  # as is written
     frame = frame.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
@@ -34,12 +34,15 @@ def format_ladder(
     if {"low", "high"} <= set(frame):
         ax.hlines(y, frame["low"], frame["high"], color=COLOURS["guide"], linewidth=2)
     left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * max(x.max(), 1e-9)
-    for i, (name, value) in enumerate((floors or {}).items()):
+    for value in (floors or {}).values():
         left = min(left, value / 2) if value > left / 30 else left
-        label = f"{name} {value:.1g}" + ("" if value > left else " (off scale)")
-        dashes = ("-", "--", ":")[i % 3] if value > left else ""
-        look = {"color": COLOURS["guide"], "linestyle": dashes, "label": label}
-        line(ax, name, [value, value], [-0.6, len(y) - 0.4], **look)
+    for i, (name, value) in enumerate((floors or {}).items()):
+        off = value <= left
+        label = f"{name} {value:.1g}" + (" (off scale)" if off else "")
+        look = {"color": COLOURS["guide"], "label": label, "clip_on": value > left}
+        look |= {"linestyle": "" if off else ("-", "--", ":")[i % 3], "marker": "<" if off else ""}
+        ends = [len(y) - 0.7 - 0.3 * i] if off else [-0.6, len(y) - 0.4]
+        line(ax, name, [left if off else value] * len(ends), ends, **look)
     look = {"linestyle": "", "color": COLOURS["candidate"], "clip_on": False}
     line(ax, "formats", x[x > 0], y[x > 0], marker="o", label="_formats", **look)
     zero = np.full(sum(x == 0), left)
@@ -91,6 +94,7 @@ def kl_tail(
     ax: Axes | None = None,
     quantity: str = "kl_reference_candidate_nats",
     label: str = "KL at a position (nats, log scale)",
+    smallest: float = 1e-12,
 ) -> Axes:
     """Share of positions whose KL is at least so large, a curve for each candidate, both log.
 
@@ -98,11 +102,12 @@ def kl_tail(
     ----------
     frame : one row per position: candidate, kl_reference_candidate_nats.
     quantity, label : another column in its place, and its axis.
+    smallest : what is less, or negative, is drawn here; the mean in the legend is of all as it is.
     """
     for name, rows in frame.groupby("candidate", sort=False):
         kl = np.sort(rows[quantity].to_numpy(dtype=float))[::-1]
         share = np.arange(1, len(kl) + 1) / len(kl)
-        curve = line(ax, str(name), np.maximum(kl, 1e-12), share, drawstyle="steps-post")
+        curve = line(ax, str(name), np.maximum(kl, smallest), share, drawstyle="steps-post")
         curve.set_label(f"{name} (mean {kl.mean():.2g})")
     ax.set(xscale="log", yscale="log", ylim=(0.5 / len(kl), 1.3))
     ax.relim()
