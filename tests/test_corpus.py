@@ -333,3 +333,12 @@ def test_the_bundled_corpus_on_the_tiny_pair(tiny_target, tiny_draft, capsys):
     assert "largest KL 0\n" in capsys.readouterr().out
     assert found.value("mean KL(reference‖candidate)") > 0.01
     assert frame["document"].drop_duplicates().tolist() == [d.id for d in PARTS["evaluation"]]
+
+
+def test_a_network_in_training_mode_is_refused(tiny_draft):
+    """Its dropout would make it differ from itself."""
+    training = copy.deepcopy(tiny_draft.network).train()
+    texts = ["def f(x):", "return x"]
+    with pytest.raises(ValueError, match=r"`candidate` must not be in training mode.*eval\(\)"):
+        compare_on(tiny_draft, training, texts, progress=False)
+    compare_on(tiny_draft, training.eval(), texts, progress=False)

@@ -13,6 +13,7 @@ import torch
 from statsmodels.stats.multitest import multipletests
 
 from lossless_lab import models, number_formats, prompts
+from lossless_lab.optimizations.kv_compression import ThroughCache
 from lossless_lab.optimizations.quantization import linears, quantized
 from lossless_lab.pipeline import failures
 from lossless_lab.pipeline.corpus import compare_on
@@ -349,3 +350,15 @@ def test_exported_failures_teach_what_other_documents_failed_at(lessons, tiny_dr
     wrong = [line | {"completion_ids": line["rejected_ids"]} for line in files["learn"]]
     mutant = shares(notebook.train(notebook.student(), wrong), files["held"])
     assert mutant.mean() < after.mean() - 0.05
+
+
+def test_a_side_that_cannot_go_on_and_no_lines_are_refused(tiny_draft, tmp_path):
+    documents = prompts.read_documents()[:1]
+    frame = compare_on(tiny_draft, tiny_draft, documents, max_tokens=8, progress=False)
+    through = ThroughCache(tiny_draft, None)
+    for candidate, n, message in (
+        (through, 4, "rejected: a ThroughCache cannot `generate` tokens"),
+        (tiny_draft, -1, "`n` must be 1 or more; got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            failures.export_failures(tmp_path / "f", frame, tiny_draft, candidate, documents, n=n)

@@ -1,12 +1,14 @@
 """Costs of number formats on a model: against direct comparison, and the panel on top."""
 
+import dataclasses
+
 import pandas as pd
 import pytest
 import torch
 
 from lossless_lab import models, optimizations, panels
 from lossless_lab.number_formats import round_to
-from lossless_lab.optimizations.quantization import matrices
+from lossless_lab.optimizations.quantization import matrices, quantized
 from lossless_lab.panels.format_cost import _choices, _groups
 from lossless_lab.pipeline import FormatCosts, compare_on
 from lossless_lab.prompts import read_documents
@@ -72,7 +74,7 @@ def test_the_panel_follows_format_position_and_layer(costs):
         pictures.add(panel.png)
     assert panel.state["group"] == "group32" and panel.text.startswith("int2-group32")
     content = panels.cost(costs, **panel.state)
-    assert panel.text == content.text and "Layer 2: worst matrix" in panel.text
+    assert panel.text == content.text and "Layer 2: worst matrix by its weights" in panel.text
     assert len(pictures) == 3, "the layer changes the table, not the picture"
     with pytest.raises(ValueError, match="at least one format"):
         panels.format_cost(FormatCosts(costs.model, costs.documents, formats=()))
@@ -125,3 +127,39 @@ def test_formats_and_group_sizes_are_chosen_apart():
         ("fp8-e4m3", "its own"): "fp8-e4m3",
     }
     assert _groups(Source, "int4-asym") == ["group32", "channel"]
+
+
+def test_a_row_without_evidence_says_so(costs):
+    """A cache that is never read, weights on the grid before, zeros before; and what is read."""
+    longest = max(len(costs.ids(d.id)) for d in costs.documents)
+    with pytest.warns(UserWarning, match=f"kv-kivi-int4 leaves the cache of {longest} tokens"):
+        unread = costs.table(["kv-kivi-int4"])
+    assert unread["n_exercised"].tolist() == [0] and unread["same_top"].tolist() == [1]
+    n_tokens = sum(len(costs.ids(d.id)) - 1 for d in costs.documents)
+    read = costs.table(["kv-q8_0", "2:4"])["n_exercised"].tolist()
+    assert read == [n_tokens - len(costs.documents), n_tokens]  # a first token reads no other
+    for name in ("q4_0", "magnitude-50"):
+        once = optimizations.find(name).apply(costs.model).model
+        again = FormatCosts(once, costs.documents[:30], max_tokens=8).table([name, "nf4"])
+        assert again.loc[0, "n_exercised"] == 0 < again.loc[1, "n_exercised"], name
+
+
+def test_an_entry_under_a_name_again_forgets_the_first_one_s_answers():
+    costs = FormatCosts(models.load("tiny-draft"), read_documents()[:30], max_tokens=8)
+    found = []
+    for fmt in ("int8-channel", "int2-group32"):
+        costs.add(dataclasses.replace(quantized(fmt), name="mine"))
+        found.append(costs.summary("mine").value("mean KL(reference‖candidate)"))
+        assert found[-1] == costs.summary(fmt).value("mean KL(reference‖candidate)")
+    assert found[1] > 100 * found[0]
+
+
+def test_documents_and_places_that_are_not_there_are_named(costs):
+    for given in ([], ["a text"], [*costs.documents, "a text"]):
+        with pytest.raises(ValueError, match="`documents` must be one or more Documents"):
+            FormatCosts(costs.model, given)
+    with pytest.raises(ValueError, match=r"`document` must be the id of .*; got 'none'"):
+        costs.distribution("int8-channel", "none", 0)
+    for position in (-1, 10**6):
+        with pytest.raises(ValueError, match=f"`position` must be 0 to .*; got {position}"):
+            costs.distribution("int8-channel", costs.documents[0].id, position)

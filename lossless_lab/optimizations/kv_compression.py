@@ -174,6 +174,7 @@ class ThroughCache(nn.Module):
         self.inner = getattr(network, "network", network)
         self.config, self.compression, self.step = self.inner.config, compression, step
         self.get_output_embeddings = self.inner.get_output_embeddings
+        self.train(self.inner.training)
 
     @property
     def device(self) -> torch.device:

@@ -66,7 +66,8 @@ def cost(
     worst = here.sort_values("sqnr_db")
     told = "no matrix of it changed"
     if len(worst):
-        told = f"worst matrix {worst.iloc[0]['module']}, SQNR {worst.iloc[0]['sqnr_db']:.1f} dB"
+        told = "worst matrix by its weights {module}, SQNR {sqnr_db:.1f} dB; it need not cost most"
+        told = told.format(**worst.iloc[0])
     ladder = source.ladder()
     chosen = ladder["format"] == format
     row = ladder[chosen].iloc[0]

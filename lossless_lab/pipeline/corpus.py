@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,12 @@ def compare_on(
     ------
     ValueError
         For no documents, one of fewer than two tokens or of more than a model has positions, ids or
-        vocabularies that differ.
+        vocabularies that differ, or a network in training mode.
+
+    Warns
+    -----
+    UserWarning
+        For a compressed cache of which no token reads anything compressed.
 
     Examples
     --------
@@ -112,6 +118,12 @@ def _read_in_lockstep(
         if not (isinstance(network, nn.Module) or hasattr(network, "reads")):
             rule = "a network or result of `load` or a record of hidden states"
             raise TypeError(f"`{side}` must be {rule}; got {network!r}")
+        if getattr(network, "training", False):
+            raise ValueError(f"`{side}` must not be in training mode, with dropout: call eval()")
+        cache, n = getattr(network, "compression", None), max(map(len, tokens.values()))
+        if cache and not cache.n_compressed((n - 2) // network.step * network.step):
+            told = f"{cache.name} leaves the cache of {n} tokens as it is"
+            warnings.warn(f"`{side}`: {told}, so these distances say nothing of it", stacklevel=3)
         room = getattr(network.config.get_text_config(), "max_position_embeddings", np.inf)
         if long := [name for name, ids in tokens.items() if len(ids) > room]:
             where = f"document {long[0]!r} has {len(tokens[long[0]])} tokens"

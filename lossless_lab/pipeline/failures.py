@@ -131,6 +131,8 @@ def export_failures(
     -------
     DataFrame of the same lines
     """
+    if n < 1:
+        raise ValueError(f"`n` must be 1 or more; got {n}")
     tokens, _ = read_tokens(reference, reference, documents)
     worst = _ranked(frame, measure, tokens).drop_duplicates("document").head(n)
     rows = []
@@ -138,7 +140,8 @@ def export_failures(
         parts = {"prompt": tokens[place.document][: place.position + 1]}
         given = torch.tensor([parts["prompt"]])
         for name, model in (("completion", reference), ("rejected", candidate)):
-            network = getattr(model, "network", model)
+            if not hasattr(network := getattr(model, "network", model), "generate"):
+                raise ValueError(f"{name}: a {type(network).__name__} cannot `generate` tokens")
             inputs = given.to(network.device)
             out = network.generate(
                 inputs, attention_mask=torch.ones_like(inputs), do_sample=False,

@@ -44,14 +44,21 @@ class FormatCosts:
     ) -> None:
         self.model = model
         self.documents = list(read_documents() if documents is None else documents)
+        if not self.documents or not all(isinstance(d, Document) for d in self.documents):
+            rule = "one or more Documents, as from prompts.read_documents"
+            raise ValueError(f"`documents` must be {rule}; got {self.documents[:1]}")
         self.formats = tuple(number_format(name).name for name in formats)
         self.max_tokens = max_tokens
         self._kept: dict[tuple, Any] = {}
         self._entries: dict[str, Optimization] = {}
 
     def add(self, entry: Optimization) -> str:
-        """Make an entry of one's own known by its name, which is returned."""
+        """Make an entry of one's own known by its name, which is returned.
+
+        What was answered under that name before is forgotten.
+        """
         self._entries[entry.name] = entry
+        self._kept = {key: kept for key, kept in self._kept.items() if entry.name not in key}
         return entry.name
 
     def network(self, name: str) -> nn.Module:
@@ -95,14 +102,26 @@ class FormatCosts:
         )
 
     def table(self, names: Sequence[str]) -> pd.DataFrame:
-        """One row per format or entry: mean KL with its interval, mean TV, same top token."""
+        """One row per format or entry: mean KL with its interval, mean TV, same top token.
+
+        n_exercised counts the tokens whose law could move: those that read anything compressed of a
+        cache; else those whose law did. 0: the row is no evidence, as nothing was changed or read.
+        """
         rows = []
         for name in names:
             table = self.summary(name).frame.set_index("statistic")
             kl, others = table.loc[_STATISTICS[0]], table.loc[_STATISTICS[1:], "value"]
-            rows.append((name, *kl[["value", "low", "high"]], *others))
-        columns = ["format", "mean_kl_nats", "low", "high", "mean_tv", "same_top"]
+            rows.append((name, *kl[["value", "low", "high"]], *others, self._n_exercised(name)))
+        columns = ["format", "mean_kl_nats", "low", "high", "mean_tv", "same_top", "n_exercised"]
         return pd.DataFrame(rows, columns=columns)
+
+    def _n_exercised(self, name: str) -> int:
+        frame, network = self.positions(name), self.network(name)
+        if isinstance(network, ThroughCache):
+            return sum(network.compression.n_compressed(p) > 0 for p in frame["position"])
+        before = getattr(network, "on_grid_before", {}).get(name, ())
+        nothing = before and len(before) == len(dict(matrices(network)))
+        return 0 if nothing else int((frame["total_variation"] != 0).sum())
 
     def ladder(self, formats: Sequence[str] | None = None) -> pd.DataFrame:
         """`table` of formats with their bits per weight, what the weights lost, the share of them
@@ -157,12 +176,14 @@ class FormatCosts:
 
     def distribution(self, fmt: str, document: str, position: int) -> pd.DataFrame:
         """Both laws of the token after `position`, the likeliest tokens first."""
-        ids = self.ids(document)[: position + 1]
+        ids = self.ids(document)
+        if not 0 <= position < len(ids):
+            raise ValueError(f"`position` must be 0 to {len(ids) - 1}; got {position}")
 
         def law(network: nn.Module, name: str) -> torch.Tensor:
             return self._once(
                 (name, document, position),
-                lambda: forward(network, model_inputs([ids], None))[0, -1].float(),
+                lambda: forward(network, model_inputs([ids[: position + 1]], None))[0, -1].float(),
             )
 
         pair = law(self.model.network, ""), law(self.network(fmt), fmt)
@@ -170,8 +191,10 @@ class FormatCosts:
 
     def ids(self, document: str) -> list[int]:
         """Token ids of a document, as they are read."""
-        text = next(d.text for d in self.documents if d.id == document)
-        return self.model.tokenizer(text)["input_ids"][: self.max_tokens]
+        texts = {d.id: d.text for d in self.documents}
+        if document not in texts:
+            raise ValueError(f"`document` must be the id of one of `documents`; got {document!r}")
+        return self.model.tokenizer(texts[document])["input_ids"][: self.max_tokens]
 
     def _once(self, key: tuple, compute: Any) -> Any:
         if key not in self._kept:
