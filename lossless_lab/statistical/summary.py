@@ -63,9 +63,10 @@ class DistanceSummary(Result):
         text = (
             f"{self.n_tokens} tokens of {self.n_documents} documents: "
             f"{shown('mean KL(reference‖candidate)')} nats, {shown('mean TV')}, "
-            f"{shown('same top token')}; TV of {self.n_tokens / self.n_documents:.3g} tokens "
-            f"sampled from the reference is at most about {rows.value['T × mean TV']:.3g}"
+            f"{shown('same top token')}"
         )
+        if (sequence := rows.value["T × mean TV"]) < 1:
+            text += f"; T × mean TV = {sequence:.2g}, a bound only on text drawn from the reference"
         for word, places in (("undefined", self.undefined), ("infinite", self.infinite)):
             if places:
                 document, position, token = places[0]
