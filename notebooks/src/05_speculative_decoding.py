@@ -585,7 +585,9 @@ best[["cost_ratio", "n_draft", "tokens_per_pass", "speed_up"]]
 even = ((speed["tokens_per_pass"] - 1) / speed.index).max()
 gain = "a loss" if lowest > even else "a gain or a loss, by the load"
 gain = "a gain" if highest < even else gain
-print(f"time is won below a cost ratio of {even:.2f}: predicted here, {gain}")
+print(
+    f"time can be won only below a cost ratio of {even:.2f}; here, if a longer pass costs no more: {gain}"
+)
 
 # %% [markdown]
 # **Prediction.** What `generate` counted should be the row of its γ, up to the chance of some hundred
@@ -622,7 +624,8 @@ for pair, rows in timed.groupby("pair"):
 # **Read back.** Tokens per pass follow the prediction, closer for the pair with more passes. The time
 # follows it less closely and to both sides. A negative `time_off` is time that the prediction leaves out,
 # or a load that changed between the measurements; the table does not tell which. Whether time is won
-# hangs on the cost ratio: the line *time is won below* says it for this run. Measure your own.
+# hangs on the cost ratio: the line *time can be won only below* says it for this run, at best: where a longer pass
+# costs more, the limit is lower. Measure your own.
 
 # %% [markdown]
 # ## Verdict
@@ -646,7 +649,8 @@ Markdown(
     f"TV at most {right.bound.high:.3f}; and as many {second.word} at γ = 2: {second.bound.high:.3f}. With "
     f"the raw draft law planted (γ = 1) they are {planted.word}: at least {planted.bound.low:.2f}. "
     f"{N_CALLS:,} calls of `generate` (γ = 1) are {whole.word}: at most {whole.bound.high:.3f}. That {ruled} "
-    f"the planted fault (two limits: 90 % jointly); a perfect sampler meets the margin at about {whole.n_needed:,} calls."
+    f"the planted fault (two limits: 90 % jointly); a perfect sampler meets the "
+    f"margin at about {whole.n_needed:,} calls."
     "\n\nNot shown: other prompts and settings, `generate` or a bonus token at γ > 1, more than two "
     "drafts, longer texts, dependence between calls, other engines, any bias below these limits."
 )
