@@ -117,7 +117,8 @@ ROADS = {
 
 def code() -> str:
     """Hash of what was run and of how."""
-    parts = (speculative, drawing, sampling, by_rounds, by_calls, batched, continuous, engine)
+    rounds = speculative.processed_logits, speculative.speculative_rounds
+    parts = (*rounds, drawing, sampling, by_rounds, by_calls, batched, continuous, engine)
     text = "".join(map(inspect.getsource, parts)) + json.dumps([PROMPT, FILTERS, MARGIN])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -105,6 +105,16 @@ def test_relative_precision_at_49152_entries(dtype, tolerance):
     assert row[list(FIVE)].tolist() == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.parametrize("mask", [-900.0, -1e4, -1e9, -1e15, -1e30, torch.finfo().min])
+def test_masks_of_large_finite_logits(mask):
+    """Not −inf but `finfo.min`, as attention masks and logit processors write it."""
+    even, bare = [0.0, 0.0, 0.0], [0.0, 0.0, mask]
+    for a, b in ((even, bare), (bare, even)):
+        found = divergences(torch.tensor([a]), torch.tensor([b])).frame.iloc[0]
+        for name, value in zip(FIVE, exact(a, b), strict=True):
+            assert found[name] == pytest.approx(value, rel=1e-6)
+
+
 def test_the_textbook_sum_would_fail():
     a, b = rows("random", 2000, 1e-5, torch.float32)
     p, q = a.log_softmax(-1), b.log_softmax(-1)

@@ -1,6 +1,7 @@
 """Speculation as an optimisation: seen to run and to reject, right or broken, and how fast."""
 
 import functools
+import inspect
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from conftest import PROMPT_L, PROMPT_S, T0_GREEDY_S, build_t0
 from transformers.generation import utils
 
 from benchmarks import speculation as bench
-from lossless_lab import Decoding, TransformersEngine, check
+from lossless_lab import Decoding, TransformersEngine, check, engines
 from lossless_lab.engines.drawing import continuously_batched, drawn
 from lossless_lab.engines.speculative import exact_output_law, processed_logits
 from lossless_lab.optimizations import speculation
@@ -324,6 +325,21 @@ def test_a_poor_draft_is_slow_and_not_wrong(t0):
     probs = [x.double().softmax(-1) for x in (target, drafted)]
     assert torch.minimum(*probs).sum() < 0.3
     assert abs(found - probs[0]).max() < 3e-7
+
+
+@pytest.mark.parametrize(
+    "wrong", ["probability_ratio + 0.05", "probability_ratio * 1.1", "probability_ratio - 0.02"]
+)
+def test_an_installed_step_that_accepts_elsewhere_is_not_called_exact(wrong, monkeypatch):
+    """The same function with another threshold, which its own ratio does not show."""
+    source = inspect.getsource(utils._speculative_sampling)
+    assert "r_i <= probability_ratio" in source
+    made = dict(utils._speculative_sampling.__globals__)
+    exec(source.replace("r_i <= probability_ratio", f"r_i <= {wrong}"), made)
+    monkeypatch.setattr(engines.speculative, "_speculative_sampling", made["_speculative_sampling"])
+    target, draft = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    with pytest.raises(RuntimeError, match="no longer accepts where r <= p/q"):
+        exact_output_law(target.log(), draft.log(), draft.double())
 
 
 def test_pass_times_are_positive_and_leave_no_cache_behind(t0):

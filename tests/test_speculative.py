@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -27,6 +28,7 @@ from lossless_lab.statistical.speculative import (
     processed,
     speculate,
 )
+from lossless_lab.statistical.speculative_rules import standard_roles
 
 B07 = [0.7, 0.2, 0.1], [0.2, 0.5, 0.3]
 
@@ -398,3 +400,36 @@ def test_a_rule_of_ones_own_is_judged_by_its_own_law():
     kept = [a * b for a, b in zip(accept, q, strict=True)]
     assert law == pytest.approx([float(kept[0] + 1 - sum(kept)), 0.5, 0.3])
     assert target_law(named())[0].sum() == pytest.approx(named()[0].target_probs[0])
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ({"rest": lambda at: at.target_probs - at.draft_probs}, "`rest` must be at least 0"),
+        ({"rest": lambda at: at.target_probs * np.nan}, "`rest` must be at least 0; .*nan"),
+        ({"drawn": lambda at: at.draft_probs - 0.3}, "`drawn` must be at least 0"),
+    ],
+)
+def test_rules_whose_weights_are_no_weights_are_refused(parts, said):
+    """A residual without its positive part, as people write it."""
+
+    def roles(at):
+        return replace(standard_roles(at), **{name: law(at) for name, law in parts.items()})
+
+    rule = Rule(name="forgotten", roles=roles)
+    with pytest.raises(ValueError, match=said):
+        output_law([0.7, 0.2, 0.1], [0.2, 0.5, 0.3], rule=rule)
+
+
+def test_an_accept_function_of_ones_and_zeros_is_one_of_true_and_false():
+    rule = Rule(name="ints", accept=lambda p, q, u: (u <= p / q).astype(int))
+    laws = [[0.7, 0.2, 0.1]] * 2, [[0.2, 0.5, 0.3]] * 2
+    drawn = [speculate(*laws, 2000, rule=r, rng=np.random.default_rng(0)) for r in (rule, STANDARD)]
+    assert (drawn[0] == drawn[1]).all()
+
+
+@pytest.mark.parametrize("gamma", [0, -1, 1.5])
+def test_a_round_has_a_whole_number_of_proposals(gamma):
+    at = Position(target_probs=[0.5, 0.5], draft_probs=[0.9, 0.1])
+    with pytest.raises(ValueError, match="`gamma` must be a whole number of at least 1"):
+        joint_law([at], gamma=gamma)

@@ -45,6 +45,9 @@ def processed_logits(
     return logits
 
 
+_TRIED = torch.arange(16) / 16 + 1 / 257  # uniform numbers, off round ones
+
+
 def speculative_rounds(
     target: NextLogits,
     draft: NextLogits,
@@ -92,8 +95,8 @@ def exact_output_law(
 ) -> torch.Tensor:
     """Law of one token out of `_speculative_sampling`, by integrating that very function.
 
-    The function is run on each token that can be drafted, with its uniform number just at and
-    just above the ratio that it computes, and with the law of its second draw read off.
+    The function is run on each token that can be drafted, with its uniform number at 16 places,
+    just at the ratio that it computes and just above, and with the law of its second draw read off.
 
     Parameters
     ----------
@@ -121,11 +124,12 @@ def exact_output_law(
     for token in drawn_probs.nonzero()[:, 0].tolist():
         drafted, share = torch.tensor([[token]]), float(drawn_probs[token])
         above = _Probe(torch.inf)
-        _, rejected = above.function(drafted, *given)
+        above.function(drafted, *given)
         ratio = above.ratio
-        _, accepted = _Probe(float(ratio)).function(drafted, *given)
-        if rejected or not accepted:
-            raise RuntimeError("`_speculative_sampling` no longer accepts where r <= p/q")
+        for u in (*_TRIED, ratio, torch.nextafter(ratio, ratio + 1)):
+            u = torch.as_tensor(u, dtype=ratio.dtype)
+            if u < 1 and bool(_Probe(float(u)).function(drafted, *given)[1]) != bool(u <= ratio):
+                raise RuntimeError("`_speculative_sampling` no longer accepts where r <= p/q")
         kept = min(1.0, float(ratio))
         law[token] += share * kept
         if kept < 1:

@@ -149,7 +149,7 @@ def _walk(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(ids [n, n_tokens], weights [n]) of the leaves; `split` shares a weight among next tokens."""
     network = getattr(network, "network", network)
-    if not len(prompt_ids) or n_tokens < 1:
+    if not len(prompt_ids) or n_tokens < 1 or n_tokens % 1:
         what, got = ("n_tokens", n_tokens) if len(prompt_ids) else ("prompt_ids", "none")
         raise ValueError(f"`{what}` must be at least one; got {got}")
 

@@ -54,12 +54,12 @@ class Synchronised(Result):
 def compare_synchronised(reference_ids: Any, candidate_ids: Any) -> Synchronised:
     """Samples of the same seeds, row by row [n, n_tokens]; what follows a difference is left out.
 
-    So is padding: what is below 0 on either side.
+    So is padding, ids below 0, on both sides; on one side alone it is a difference: one stopped.
 
     Raises
     ------
     ValueError
-        When the shapes differ, or nothing but padding is there.
+        When the shapes differ, ids are not whole numbers, or nothing but padding is there.
 
     >>> str(compare_synchronised([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 9]]))
     '1 of 5 tokens differ under shared noise: TV at least 0.00513 and at most 0.657'
@@ -70,9 +70,13 @@ def compare_synchronised(reference_ids: Any, candidate_ids: Any) -> Synchronised
             f"`reference_ids` and `candidate_ids` must be [n, n_tokens] alike; got {a.shape} and "
             f"{b.shape}"
         )
-    there = (a >= 0) & (b >= 0)
+    if a.dtype.kind not in "iu" or b.dtype.kind not in "iu":
+        raise ValueError(
+            f"`reference_ids` and `candidate_ids` must be whole numbers; got {a.dtype}, {b.dtype}"
+        )
+    there = (a >= 0) | (b >= 0)
     if not there.any():
-        raise ValueError("`reference_ids` and `candidate_ids` hold no token ≥ 0 at one place")
+        raise ValueError("`reference_ids` and `candidate_ids` hold no token ≥ 0")
     parted = there & (a != b)
     same_context = there & (np.cumsum(parted, 1) - parted == 0)
     return Synchronised(n=int(same_context.sum()), n_differing=int(parted.any(1).sum()))

@@ -20,6 +20,7 @@ LOGITS = ("logit_rms", "logit_peak")
 _BLOCK = 128  # logits whose maximum stands for them while the largest are sought
 # δ − 2 tanh(δ/2) and ln cosh(δ/2) cancel where δ is small: below these values δ³/12 and δ²/8.
 _ODD, _EVEN = 0.05**3 / 12, 0.02**2 / 8
+_FAR = -800.0  # below it e^δ is 0 in float64
 
 
 def distances(
@@ -196,14 +197,15 @@ def _in_float64(
     e = torch.expm1(w)
     half = torch.log1p(e / 2)  # ln of the mean of both, over the larger
     from_larger = e - w
-    from_smaller = (e * w).sub_(from_larger)
+    w.clamp_(min=_FAR)  # where the smaller is 0: digits of −1e38 would be all that is left
+    from_smaller = (e * w).sub_(e - w)
     js_term = torch.sub(w, half, alpha=2).add_(w.sub_(half).mul_(e))
     tv = -vecdot(larger, e) / 2
     js = vecdot(larger, js_term) / 2
-    forward, backward = vecdot(larger, from_larger), vecdot(larger, from_smaller)
     q_larger = upper.mul_(larger)
-    moved = vecdot(q_larger, from_smaller) - vecdot(q_larger, from_larger)
-    forward, backward = forward + moved, backward - moved
+    p_larger = larger - q_larger
+    forward = vecdot(p_larger, from_larger) + vecdot(q_larger, from_smaller)
+    backward = vecdot(p_larger, from_smaller) + vecdot(q_larger, from_larger)
     hellinger = vecdot(larger, e.div_((e + 1).sqrt_().add_(1)).square_()) / 2
     forward, backward = forward + q_alone, backward + p_alone
     if masked is not None:

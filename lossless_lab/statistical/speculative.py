@@ -87,6 +87,8 @@ def joint_law(positions: Sequence[Position], *, gamma: int, rule: Rule = STANDAR
     >>> joint_law([first, after], gamma=1).round(12).tolist()
     [[0.25, 0.25], [0.45, 0.05]]
     """
+    if gamma < 1 or gamma % 1:
+        raise ValueError(f"`gamma` must be a whole number of at least 1; got {gamma}")
     before = [x.target_probs[..., None, :] for x in positions[:-1]]
     later = [
         replace(at, previous_probs=np.broadcast_to(b, at.target_probs.shape))
@@ -149,7 +151,7 @@ def _judge(rule: Rule, at: Position, n: int, rng: np.random.Generator):
     for _, roles in stages:
         proposed, u = _draw(roles.drawn, rng.random(len(open_))), rng.random(len(open_))
         with np.errstate(divide="ignore", invalid="ignore"):
-            taken = rule.accept(roles.target[proposed], roles.draft[proposed], u)
+            taken = np.asarray(rule.accept(roles.target[proposed], roles.draft[proposed], u), bool)
         tokens[open_], kept[open_] = proposed, taken
         open_, proposed, u = open_[~taken], proposed[~taken], u[~taken]
     v = u if rule.one_uniform else rng.random(len(open_))
@@ -191,11 +193,24 @@ def _stage(rule: Rule, roles: Roles, target: np.ndarray) -> tuple[np.ndarray, np
 
 def _candidates(rule: Rule, at: Position) -> list[tuple[Position, Roles]]:
     """Each candidate's position and the laws that it is judged by."""
-    found = [(at, rule.roles(at))]
+    found = [(at, _checked(rule, at))]
     while len(found) < rule.n_candidates:
         at = rule.then(*found[-1])
-        found.append((at, rule.roles(at)))
+        found.append((at, _checked(rule, at)))
     return found
+
+
+def _checked(rule: Rule, at: Position) -> Roles:
+    """The rule's laws, none of which may hold weights below 0 or NaN."""
+    roles = rule.roles(at)
+    for name in ("drawn", "rest", "bonus"):
+        weights = getattr(roles, name)
+        if weights is not None and not (weights >= 0).all():
+            raise ValueError(
+                f"rule {rule.name!r}: the weights of `{name}` must be at least 0; "
+                f"the smallest is {weights.min():.3g}"
+            )
+    return roles
 
 
 def _bonus(rule: Rule, at: Position) -> np.ndarray | None:
