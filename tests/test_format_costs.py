@@ -132,7 +132,7 @@ def test_formats_and_group_sizes_are_chosen_apart():
 def test_a_row_without_evidence_says_so(costs):
     """A cache that is never read, weights on the grid before, zeros before; and what is read."""
     longest = max(len(costs.ids(d.id)) for d in costs.documents)
-    with pytest.warns(UserWarning, match=f"kv-kivi-int4 leaves the cache of {longest} tokens"):
+    with pytest.warns(UserWarning, match=f"kv-kivi-int4 leaves {longest} cached tokens alone"):
         unread = costs.table(["kv-kivi-int4"])
     assert unread["n_exercised"].tolist() == [0] and unread["same_top"].tolist() == [1]
     n_tokens = sum(len(costs.ids(d.id)) - 1 for d in costs.documents)

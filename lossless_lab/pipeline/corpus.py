@@ -122,8 +122,7 @@ def _read_in_lockstep(
             raise ValueError(f"`{side}` must not be in training mode, with dropout: call eval()")
         cache, n = getattr(network, "compression", None), max(map(len, tokens.values()))
         if cache and not cache.n_compressed((n - 2) // network.step * network.step):
-            told = f"{cache.name} leaves the cache of {n} tokens as it is"
-            warnings.warn(f"`{side}`: {told}, so these distances say nothing of it", stacklevel=3)
+            warnings.warn(f"`{side}`: {cache.name} leaves {n} cached tokens alone", stacklevel=3)
         room = getattr(network.config.get_text_config(), "max_position_embeddings", np.inf)
         if long := [name for name, ids in tokens.items() if len(ids) > room]:
             where = f"document {long[0]!r} has {len(tokens[long[0]])} tokens"

@@ -44,9 +44,8 @@ class FormatCosts:
     ) -> None:
         self.model = model
         self.documents = list(read_documents() if documents is None else documents)
-        if not self.documents or not all(isinstance(d, Document) for d in self.documents):
-            rule = "one or more Documents, as from prompts.read_documents"
-            raise ValueError(f"`documents` must be {rule}; got {self.documents[:1]}")
+        if {type(d) for d in self.documents} != {Document}:
+            raise ValueError(f"`documents` must be one or more Documents; got {self.documents[:1]}")
         self.formats = tuple(number_format(name).name for name in formats)
         self.max_tokens = max_tokens
         self._kept: dict[tuple, Any] = {}
@@ -81,10 +80,7 @@ class FormatCosts:
         def compute() -> pd.DataFrame:
             about = pd.DataFrame([(d.id, d.kind, d.language) for d in self.documents])
             about.columns = ["document", "kind", "language"]
-            frame = compare_on(
-                self.model, self.network(fmt), self.documents, max_tokens=self.max_tokens,
-                progress=False,
-            )  # fmt: skip
+            frame = self._compared(self.network(fmt), self.documents)
             return frame.merge(about, on="document", how="left")
 
         return self._once(("positions", fmt), compute)
@@ -146,10 +142,7 @@ class FormatCosts:
         documents = self.documents[:n_documents]
 
         def cost(network: nn.Module) -> float:
-            frame = compare_on(
-                self.model, network, documents, max_tokens=self.max_tokens, progress=False
-            )
-            return float(frame["kl_reference_candidate_nats"].mean())
+            return float(self._compared(network, documents)["kl_reference_candidate_nats"].mean())
 
         def compute() -> pd.DataFrame:
             plain, rounded = (dict(matrices(n)) for n in (self.model.network, self.network(fmt)))
@@ -195,6 +188,10 @@ class FormatCosts:
         if document not in texts:
             raise ValueError(f"`document` must be the id of one of `documents`; got {document!r}")
         return self.model.tokenizer(texts[document])["input_ids"][: self.max_tokens]
+
+    def _compared(self, network: nn.Module, documents: Sequence[Document]) -> pd.DataFrame:
+        reading = {"max_tokens": self.max_tokens, "progress": False}
+        return compare_on(self.model, network, documents, **reading)
 
     def _once(self, key: tuple, compute: Any) -> Any:
         if key not in self._kept:

@@ -34,8 +34,7 @@ def format_ladder(
     if {"low", "high"} <= set(frame):
         ax.hlines(y, frame["low"], frame["high"], color=COLOURS["guide"], linewidth=2)
     left, right = 0.3 * np.min(x[x > 0], initial=1.0), 3 * max(x.max(), 1e-9)
-    for value in (floors or {}).values():
-        left = min(left, value / 2) if value > left / 30 else left
+    left = min([left, *(v / 2 for v in (floors or {}).values() if v > left / 30)])
     for i, (name, value) in enumerate((floors or {}).items()):
         off = value <= left
         label = f"{name} {value:.1g}" + (" (off scale)" if off else "")
