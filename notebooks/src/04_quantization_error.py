@@ -121,7 +121,8 @@ ladder
 # %% [markdown]
 # `bits_per_weight` counts codes and scales of the linear layers, not the embeddings. `saturated` is
 # the share of weights beyond what their scale can hold: none where scales are exact, some where
-# they are powers of two (mxfp4) or rounded down.
+# they are powers of two (mxfp4) or rounded down. `n_exercised` counts the tokens whose law moved at
+# all: with 0, as for weights that lay on the grid before, a cost of 0 would be no evidence.
 #
 # To know what is *nothing*, the noise floor: an equivalent twin of the model, the same function
 # with its sums in another order, and the model in bf16.
