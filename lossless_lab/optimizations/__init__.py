@@ -29,7 +29,6 @@ CATALOGUE: dict[str, Optimization] = {
 # How entries with a parameter are named, in the order tried, and what makes them of it.
 _FAMILIES: dict[str, Callable[[str], Optimization]] = {
     r"(.+) \(poisoned\)": lambda name: find(name).poisoned(),
-    r"batch-(\d+)": lambda n: batch(int(n)),
     r"prompt-lookup-(\d+)": lambda n: drafts.prompt_lookup(int(n)),
     r"early-exit-(.+)": lambda share: drafts.early_exit(float(share)),
     r"assisted-by-(.+)": drafts.assisted,
@@ -58,6 +57,8 @@ def find(name: str) -> Optimization:
     """
     if name in CATALOGUE:
         return CATALOGUE[name]
+    if name.startswith("batch-") and name[6:].isdecimal():
+        return batch(int(name[6:]))
     if name in FORMATS:
         return quantized(name)
     for pattern, make in _FAMILIES.items():
