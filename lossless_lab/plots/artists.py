@@ -11,9 +11,20 @@ from matplotlib.axes import Axes
 
 from .theme import COLOURS, axes, style
 
+ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}  # where a legend stands
 
-def chart(*columns: str):
-    """Decorator of a chart: checks the frame's columns, sets the style, makes axes if needed."""
+
+def chart(*columns: str, above: bool = True, **look):
+    """Decorator of a chart: checks the frame, sets the style, makes axes, adds the legend.
+
+    What it decorates draws on the axes that it is handed; the chart returns them.
+
+    Parameters
+    ----------
+    columns : what the frame must have.
+    above : whether the legend stands above the axes; there is none where nothing has a label.
+    look : of the legend.
+    """
 
     def decorate(draw):
         @functools.wraps(draw)
@@ -28,6 +39,7 @@ def chart(*columns: str):
             with style():
                 ax = axes() if ax is None else ax
                 draw(frame, ax=ax, **options)
+                legend(ax, **(ABOVE if above else {}) | look)
             return ax
 
         return wrapper
@@ -109,6 +121,6 @@ def fit_log_axis(ax: Axes) -> None:
 def legend(ax: Axes, **options) -> None:
     """The legend, each label once, rebuilt only when its entries change."""
     entries = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    current = ax.get_legend()
-    if current is None or [text.get_text() for text in current.get_texts()] != list(entries):
+    shown = [text.get_text() for text in ax.get_legend().get_texts()] if ax.get_legend() else []
+    if shown != list(entries):
         ax.legend(entries.values(), entries.keys(), **options)

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from .artists import chart, fit_log_axis, legend, line, logarithmic
+from .artists import chart, fit_log_axis, line, logarithmic
 from .labels import token_label
 from .theme import COLOURS
 
@@ -58,8 +58,6 @@ def divergence_by_position(frame: pd.DataFrame, *, ax: Axes | None = None) -> Ax
     averaged = f", mean of {n_prompts} prompts" if n_prompts > 1 else ""
     ax.set_xlabel(f"position (tokens){averaged}")
     ax.set_ylabel("KL (nats), TV (probability)\nlog scale")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax
 
 
 @chart("prompt_id")
@@ -95,8 +93,6 @@ def divergence_by_prompt(
     ax.set(xscale="log", xlim=(left / 1.2, right * 1.2), ylim=(-0.6, len(y) - 0.4))
     ax.set_xlabel(f"{_LONG[quantity]}, log scale{edges})")
     _row_labels(ax, y, rows.index)
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax
 
 
 def _row_labels(ax: Axes, y: np.ndarray, names) -> None:
@@ -108,7 +104,7 @@ def _row_labels(ax: Axes, y: np.ndarray, names) -> None:
         ax.set_ylabel(f"{len(y)} prompts, sorted by mean")
 
 
-@chart("n_reference", "n_candidate", "ids_equal", "first_divergence")
+@chart("n_reference", "n_candidate", "ids_equal", "first_divergence", above=False, loc="lower left")
 def first_divergence(
     frame: pd.DataFrame, *, ax: Axes | None = None, label: str = "candidate"
 ) -> Axes:
@@ -141,8 +137,6 @@ def first_divergence(
     ax.autoscale_view(scaley=False)
     ax.set(ylim=(0, 104), xlabel="t (output tokens)")
     ax.set_ylabel("outputs with the first\nt tokens identical (%)")
-    legend(ax, loc="lower left")
-    return ax
 
 
 _LAW = ("token", "reference_logprob", "candidate_logprob")
@@ -181,5 +175,3 @@ def distribution_dots(frame: pd.DataFrame, *, ax: Axes | None = None, n_tokens: 
     right = max(np.ceil(np.max(values, initial=-np.inf)), left + 1)
     ax.set(xlim=(left, right + 0.03 * (right - left)), ylim=(len(frame) - 0.4, -0.6))
     ax.set_xlabel("log-probability (nats)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from .artists import bars, chart, legend, line
+from .artists import bars, chart, line
 from .theme import COLOURS, PALETTE
 
 GIB = 2**30
@@ -14,7 +14,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")  # so that colour is not the only diffe
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
-@chart("part", "bytes")
+@chart("part", "bytes", ncols=7)
 def kv_cache_memory(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One stacked bar: weights, overhead, cache by kind of layer, headroom.
 
@@ -38,11 +38,9 @@ def kv_cache_memory(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     look = {"color": COLOURS["guide"], "linewidth": 1.4, "linestyle": ":"}
     line(ax, "memory", [limit, limit], [-0.5, 0.5], label="memory of the GPU", **look)
     ax.set(xlim=(0, 1.05 * max(left, limit)), ylim=(-0.5, 0.5), yticks=[], xlabel="memory (GiB)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=7)
-    return ax
 
 
-@chart("model", "seq_len", "cache_bytes")
+@chart("model", "seq_len", "cache_bytes", above=False, loc="upper left", ncols=2)
 def kv_cache_growth(
     frame: pd.DataFrame,
     *,
@@ -82,11 +80,9 @@ def kv_cache_growth(
     ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
     ax.minorticks_off()
     ax.set(xlabel="context (tokens, k = 1,024, log scale)", ylabel="KV cache (GiB, log scale)")
-    legend(ax, loc="upper left", ncols=2)
-    return ax
 
 
-@chart("batch_size", "part", "bytes", "measured_bytes")
+@chart("batch_size", "part", "bytes", "measured_bytes", ncols=3)
 def memory_ramp(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """What each part is expected to add at every batch size, and the memory that was measured.
 
@@ -107,5 +103,3 @@ def memory_ramp(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     line(ax, "measured", places, measured, label="measured peak", **look)
     ax.set_xticks(places, [str(n) for n in bottom.index])
     ax.set(xlabel="requests in the batch", ylabel="process memory (GiB)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    return ax

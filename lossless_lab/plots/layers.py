@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from .artists import band, chart, fit_log_axis, legend, logarithmic
+from .artists import band, chart, fit_log_axis, logarithmic
 from .theme import COLOURS
 
 
@@ -44,8 +44,6 @@ def layer_drift(
     _layer_ticks(ax, residual["layer"].to_numpy(), logits["layer"].to_numpy())
     ax.set(xlabel="layer (residual stream after the block)")
     ax.set_ylabel("relative RMS difference\n(ratio, log scale)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax
 
 
 def _floor(ax: Axes, frame: pd.DataFrame) -> None:

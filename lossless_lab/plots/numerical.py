@@ -5,11 +5,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from .artists import band, bars, chart, fit_log_axis, legend, line, logarithmic
+from .artists import band, bars, chart, fit_log_axis, line, logarithmic
 from .theme import COLOURS
 
 
-@chart("stage", "logit_rms", "eager_error", "compiled_error")
+@chart(
+    "stage", "logit_rms", "eager_error", "compiled_error", loc="lower right", bbox_to_anchor=(1, 1)
+)
 def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Error to float64 after each stage of compilation, beside that of eager code.
 
@@ -31,8 +33,6 @@ def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for y, x, moved in zip(places, width, frame["logit_rms"], strict=True):
         said = " = eager, bit by bit" if moved == 0 else f" ≤ {moved:.2g} from eager"
         ax.text(max(x, eager), y, said, va="center", fontsize="x-small", gid="moved")
-    legend(ax, loc="lower right", bbox_to_anchor=(1, 1))
-    return ax
 
 
 _SIDES = ("reference", "float64"), ("candidate", "float64"), ("reference", "candidate")
@@ -79,10 +79,9 @@ def error_triangle(
     ax.set_aspect("equal", adjustable="datalim")
     ax.margins(0.25)
     ax.set_axis_off()
-    return ax
 
 
-@chart("bin", "share", "near_zero", "count")
+@chart("bin", "share", "near_zero", "count", above=False, loc="upper right")
 def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") -> Axes:
     """Share of elements by their distance in rounding steps.
 
@@ -107,8 +106,6 @@ def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") ->
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.relim()
     ax.autoscale_view()
-    legend(ax, loc="upper right")
-    return ax
 
 
 def _folded(frame: pd.DataFrame) -> pd.DataFrame:
@@ -140,11 +137,9 @@ def local_error(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         logarithmic(ax, label, frame["layer"], frame[column], **look)
     fit_log_axis(ax)
     ax.set(xlabel="layer", ylabel="relative RMS difference\n(ratio, log scale)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax
 
 
-@chart("n_tokens", "expected_share", "low", "high")
+@chart("n_tokens", "expected_share", "low", "high", above=False, loc="lower left")
 def survival(
     frame: pd.DataFrame, *, ax: Axes | None = None, observed: pd.Series | None = None
 ) -> Axes:
@@ -164,11 +159,9 @@ def survival(
         line(ax, "observed", frame["n_tokens"], observed, **look)
     ax.set(xlabel="new tokens", ylabel="prompts still identical", ylim=(0, 1.02))
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    legend(ax, loc="lower left")
-    return ax
 
 
-@chart("margin", "change", "flipped")
+@chart("margin", "change", "flipped", above=False, loc="lower right", fontsize="x-small")
 def flips(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Change of the top-2 difference against the margin: below the diagonal the token flips.
 
@@ -189,5 +182,3 @@ def flips(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     line(ax, "diagonal", [0, edge], [0, -edge], **look)
     ax.set(xlim=(0, 2.5 * edge), ylim=(-edge, edge))
     ax.set(xlabel="margin of the top token (logits)", ylabel="change of that margin\n(logits)")
-    legend(ax, loc="lower right", fontsize="x-small")
-    return ax

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from .artists import chart, legend, line
+from .artists import chart, line
 from .theme import COLOURS
 
 
@@ -58,9 +58,6 @@ def format_ladder(
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(left, right), ylim=(len(y) - 0.4, -0.6))
     ax.set_xlabel("mean KL(reference‖candidate) (nats, log scale)")
-    if floors or len(zero):
-        legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return ax
 
 
 @chart("layer", "module", "mean_kl_nats")
@@ -83,10 +80,9 @@ def sensitivity_map(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="layer")
     bar = ax.figure.colorbar(picture, ax=ax)
     bar.set_label("log10 of mean KL (nats)")
-    return ax
 
 
-@chart("candidate", "kl_reference_candidate_nats")
+@chart("candidate", "kl_reference_candidate_nats", ncols=1, fontsize="x-small")
 def kl_tail(
     frame: pd.DataFrame,
     *,
@@ -113,11 +109,9 @@ def kl_tail(
     ax.autoscale_view(scaley=False)
     ax.set(xlabel=label)
     ax.set_ylabel("share of positions with\nat least that (log scale)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), fontsize="x-small")
-    return ax
 
 
-@chart("kind", "kl_reference_candidate_nats", "flip")
+@chart("kind", "kl_reference_candidate_nats", "flip", ncols=3)
 def flips_against_kl(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Share of flipped top tokens against mean KL, a dot for each document, a colour for each kind.
 
@@ -130,8 +124,6 @@ def flips_against_kl(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         line(ax, str(name), x, y, marker="o", markersize=3, linestyle="", label=str(name))
     ax.set(xscale="log", xlabel="mean KL of a document (nats, log scale)")
     ax.set_ylabel("top token differs\n(% of its tokens)")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    return ax
 
 
 def cost_curves(
@@ -157,6 +149,5 @@ def cost_curves(
         ax.set_ylim(bottom=None if wide else 0)  # of y, which came last
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
-        legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 
     return draw(frame, ax=ax)

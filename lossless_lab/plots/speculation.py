@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from .artists import band, bars, chart, legend, line
+from .artists import band, bars, chart, line
 from .labels import token_label
 from .theme import COLOURS
 
 
-@chart("token", "target_prob", "draft_prob")
+@chart("token", "target_prob", "draft_prob", ncols=1, fontsize="small")
 def acceptance_picture(frame: pd.DataFrame, *, ax: Axes | None = None, n_tokens: int = 10) -> Axes:
     """The smaller of two laws, and on which side each token has more: residual, or rejected.
 
@@ -33,11 +33,9 @@ def acceptance_picture(frame: pd.DataFrame, *, ax: Axes | None = None, n_tokens:
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(0, 1.05 * max(p.max(), q.max())), ylim=(len(p) - 0.4, -0.6))
     ax.set_xlabel("probability")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), fontsize="small")
-    return ax
 
 
-@chart("sampler", "n", "total_variation")
+@chart("sampler", "n", "total_variation", above=False, loc="lower left", fontsize="x-small")
 def convergence(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Empirical TV against the number of draws, both log, a line for each sampler.
 
@@ -59,11 +57,9 @@ def convergence(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             line(ax, f"{name}: exact", [rows["n"].min(), rows["n"].max()], [exact] * 2, **look)
     ax.set(xscale="log", yscale="log", xlabel="draws (log scale)")
     ax.set_ylabel("empirical total variation\nto the target (log scale)")
-    legend(ax, loc="lower left", fontsize="x-small")
-    return ax
 
 
-@chart("instrument", "total_variation", "power")
+@chart("instrument", "total_variation", "power", ncols=1, fontsize="x-small")
 def power_curves(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Share of broken samplers that each instrument finds, against their exact TV (log scale).
 
@@ -77,8 +73,6 @@ def power_curves(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     line(ax, "80 %", [0, 1], [0.8, 0.8], transform=ax.transAxes, **_GUIDE)
     ax.set(xscale="log", ylim=(0, 1), xlabel="exact total variation (log scale)")
     ax.set_ylabel("share found")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), fontsize="x-small")
-    return ax
 
 
 _GUIDE = {"color": COLOURS["guide"], "linewidth": 0.8, "linestyle": ":", "label": "_80"}

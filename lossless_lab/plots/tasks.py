@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from .artists import chart, legend, line
+from .artists import chart, line
 from .theme import COLOURS
 
 
-@chart("rule", "n_items", "margin_points")
+@chart("rule", "n_items", "margin_points", above=False)
 def margin_by_items(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """The smallest loss that n items can rule out, a curve for each rule, both log.
 
@@ -23,11 +23,9 @@ def margin_by_items(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         line(ax, name, rows["n_items"], rows["margin_points"], **look)
     ax.set(xscale="log", yscale="log", xlabel="items (log scale)")
     ax.set_ylabel("loss ruled out (points, log scale)")
-    legend(ax)
-    return ax
 
 
-@chart("candidate", "category", "estimate", "low", "high")
+@chart("candidate", "category", "estimate", "low", "high", ncols=3)
 def task_changes(
     frame: pd.DataFrame,
     *,
@@ -60,5 +58,3 @@ def task_changes(
     ax.set_yticks(np.arange(len(categories)), categories)
     ax.tick_params(axis="y", length=0)
     ax.set(ylim=(len(categories) - 0.4, -0.6), xlabel=f"candidate − reference ({unit})")
-    legend(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    return ax
