@@ -20,14 +20,6 @@ _LONG = {
 }
 
 
-def _mean(values: pd.Series) -> float:
-    return np.mean(values.to_numpy())  # pandas' own would skip NaN
-
-
-def _maximum(values: pd.Series) -> float:
-    return np.max(values.to_numpy())
-
-
 @chart("position", "top1_agree", *_SHORT)
 def divergence_by_position(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """KL in both directions (nats) and total variation (probability) at each position.
@@ -43,7 +35,7 @@ def divergence_by_position(frame: pd.DataFrame, *, ax: Axes | None = None) -> Ax
     -------
     Axes with a log scale and a tick on the lower edge wherever the likeliest token differs.
     """
-    by_position = frame.groupby("position")[list(_SHORT)].agg(_mean)
+    by_position = frame[["position", *_SHORT]].fillna(np.inf).groupby("position").mean()
     for quantity, label in _SHORT.items():
         look = {"color": COLOURS[quantity], "label": label}
         look["linestyle"] = "--" if quantity.startswith("kl_candidate") else "-"
@@ -78,8 +70,8 @@ def divergence_by_prompt(
     """
     if quantity not in _LONG or quantity not in frame:
         raise ValueError(f"`quantity` must be a column among {', '.join(_LONG)}; got {quantity!r}")
-    rows = frame.groupby("prompt_id")[quantity].agg([_mean, _maximum])
-    rows = rows.set_axis(["mean", "maximum"], axis=1).sort_values("mean", kind="stable")
+    values = frame[quantity].fillna(np.inf).groupby(frame["prompt_id"])
+    rows = values.agg(mean="mean", maximum="max").sort_values("mean", kind="stable")
     positive = (np.isfinite(rows) & (rows > 0)).to_numpy()
     left = np.min(rows.to_numpy(), initial=1.0, where=positive) / 2
     right = np.max(rows.to_numpy(), initial=left, where=positive) * 2

@@ -6,6 +6,7 @@ draw is written as a readable escape, so that no figure shows an empty box.
 
 import functools
 import logging
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -14,9 +15,6 @@ from matplotlib.text import Text
 
 BASE_FONT = "DejaVu Sans"  # shipped inside matplotlib, so it is on every machine
 CJK_SAMPLE = "量化误差的，推理。"
-_NAMED = {"\n": r"\n", "\t": r"\t", "\r": r"\r", "\\": r"\\"}
-_FORMS = (("x", 2), ("u", 4), ("U", 8))  # \\x09, \\ufffd, \\U0001f642
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # Unicode categories without ink
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,21 +75,18 @@ def drawable(character: str) -> bool:
     return any(_has(entry, character) for entry in chosen)
 
 
-def _code(character: str) -> str:
-    letter, size = next(pair for pair in _FORMS if ord(character) < 16 ** pair[1])
-    return f"\\{letter}{ord(character):0{size}x}"
-
-
 def escaped(character: str, *, fonts: bool = True) -> str:
     r"""The character, or an escape for what has no ink, is broken, or (`fonts`) has no glyph.
 
     >>> "".join(map(escaped, "a\tb\ufffd"))
     'a\\tb\\ufffd'
     """
-    if character in _NAMED or character == " ":
-        return _NAMED.get(character, " ")
-    unseen = unicodedata.category(character) in _UNSEEN or character == "\ufffd"
+    unseen = not character.isprintable() or character in "\\\ufffd"
     return _code(character) if unseen or (fonts and not drawable(character)) else character
+
+
+def _code(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def token_label(token: str, *, width: int = 14) -> str:
@@ -100,10 +95,8 @@ def token_label(token: str, *, width: int = 14) -> str:
     >>> token_label(" $x$ ")
     '␣\\$x\\$␣'
     """
-    n_left, n_right = len(token) - len(token.lstrip(" ")), len(token.rstrip(" "))
-    shown = token[:n_right][n_left:]
-    pieces = ["␣"] * n_left + [escaped(c) for c in shown]
-    pieces += ["␣"] * (len(token) - max(n_left, n_right))
+    shown = re.sub(r"^ +| +\Z", lambda blanks: "␣" * len(blanks[0]), token)
+    pieces = [c if c == "␣" else escaped(c) for c in shown]
     label, left = "", width
     for i, piece in enumerate(pieces):
         left -= sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in piece)

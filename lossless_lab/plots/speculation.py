@@ -70,9 +70,7 @@ def power_curves(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for name, rows in frame.groupby("instrument", sort=False):
         rows = rows.sort_values("total_variation")
         line(ax, str(name), rows["total_variation"], rows["power"], marker=".", label=str(name))
-    line(ax, "80 %", [0, 1], [0.8, 0.8], transform=ax.transAxes, **_GUIDE)
+    look = {"color": COLOURS["guide"], "linewidth": 0.8, "linestyle": ":", "label": "_80"}
+    line(ax, "80 %", [0, 1], [0.8, 0.8], transform=ax.transAxes, **look)
     ax.set(xscale="log", ylim=(0, 1), xlabel="exact total variation (log scale)")
     ax.set_ylabel("share found")
-
-
-_GUIDE = {"color": COLOURS["guide"], "linewidth": 0.8, "linestyle": ":", "label": "_80"}
