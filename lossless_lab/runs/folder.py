@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from .manifest import Manifest
 
@@ -65,12 +65,7 @@ class Run:
         path = self.folder / "manifest.json"
         if not path.is_file():
             raise RunError(f"`folder`: {self.folder} holds no manifest.json, so it is no run")
-        try:
-            return Manifest.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise RunError(f"{path} is damaged: {where}: {first['msg']}") from None
+        return _read(_MANIFEST, path.read_bytes(), path)
 
     @property
     def records(self) -> list[Record]:
@@ -80,12 +75,11 @@ class Run:
         found = []
         for number, line in enumerate(lines, start=1):
             try:
-                found.append(Record.model_validate_json(line))
-            except ValidationError as error:
+                found.append(_read(_RECORD, line, f"{path}:{number}"))
+            except RunError:
                 if number == len(lines) and not self.complete:
                     break
-                first = error.errors()[0]
-                raise RunError(f"{path}:{number} is damaged: {first['msg']}") from None
+                raise
         lines = {}
         for number, record in enumerate(found, start=1):
             key = (record.prompt_id, record.sample_index)
@@ -103,13 +97,7 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """What came out; empty until the run is complete."""
         path = self.folder / "metrics.json"
-        try:
-            found = json.loads(path.read_bytes()) if path.is_file() else {}
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is damaged: {error}") from None
-        if not isinstance(found, dict):
-            raise RunError(f"{path} is damaged: it must hold a JSON object; got {found!r:.40}")
-        return found
+        return _read(_METRICS, path.read_bytes(), path) if path.is_file() else {}
 
     def logits(self, prompt_id: str, sample_index: int = 0) -> tuple[Any, Any] | None:
         """(ids, logits [n_output, vocab_size]), row t being the law of ids[t]; None if not kept."""
@@ -148,6 +136,19 @@ class Run:
         return f"{self.folder.name}: {m.model_id}, {m.optimization}, {m.n_prompts} prompts, {state}"
 
     __repr__ = __str__
+
+
+_MANIFEST, _RECORD, _METRICS = map(TypeAdapter, (Manifest, Record, dict[str, Any]))
+
+
+def _read(kind: TypeAdapter, content: bytes, place: str | Path) -> Any:
+    """What the JSON at a place holds, if it is of that kind."""
+    try:
+        return kind.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "all of it"
+        raise RunError(f"{place} is damaged: {where}: {first['msg']}") from None
 
 
 def logits_name(prompt_id: str, sample_index: int) -> str:

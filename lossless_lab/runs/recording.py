@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from tqdm.auto import tqdm
 
 from lossless_lab.engines.decoding import Decoding
@@ -204,13 +204,6 @@ def _merge(folder: Path, n_parts: int) -> None:
 
 
 def _as_dict(name: tuple[str, int], row: Completion) -> dict[str, Any]:
-    told = {field: _finite(getattr(row, field)) for field in _TOLD}
-    text = whole_characters(row.text)
-    return {"prompt_id": name[0], "sample_index": name[1], "text": text, **told}
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for every number that JSON has no word for."""
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    told = {"prompt_id": name[0], "sample_index": name[1], "text": whole_characters(row.text)}
+    told |= {field: getattr(row, field) for field in _TOLD}
+    return to_jsonable_python(told, inf_nan_mode="null")  # JSON has no word for NaN
