@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
@@ -311,12 +311,12 @@ def code() -> str:
 
 
 def rows(name: str, dtype: str) -> list[dict]:
-    """The table's rows of one subject; SmolLM2 at every other dose, for time."""
-    on, key, every = subject(name, dtype), code(), 2 if name == "smollm2" else 1
+    """The table's rows of one subject."""
+    on, key = subject(name, dtype), code()
     about = {"subject": name, "dtype": dtype, "floor": on.floor.unit, "rate": on.floor.rate}
     return [
         {"mutant": m.name, "kind": m.kind, "unit": m.unit, **about, "natural_dose": m.natural}
-        | sweep(replace(m, doses=m.doses[::every]), on)
+        | sweep(m, on)
         | {"code": key}
         for m in MUTANTS.values()
     ]

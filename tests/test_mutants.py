@@ -200,6 +200,8 @@ def test_every_mutant_says_what_it_is():
         assert str(mutant).startswith(f"{name} ({mutant.kind}, natural dose ")
     with pytest.raises(ValueError, match="`dose` must be finite and above 0; got 0"):
         MUTANTS["leak"].apply(build_t0(), dose=0)
+    with pytest.raises(ValueError, match="`dose` must be at most 1, a share of the weight; got 2"):
+        MUTANTS["leak"].apply(build_t0(), dose=2)
     with pytest.raises(ValueError, match="`layer` must be from 1 to 3; got 4"):
         MUTANTS["one-nan"].apply(build_t0(), dose=1, layer=4)
     with pytest.raises(ValueError, match="leak is global: `layer` must be None; got 1"):
@@ -222,6 +224,8 @@ def test_what_is_missing_is_named():
             norm.variance_epsilon = float(np.float32(1e-5))  # as files that keep float32 give it
     with pytest.raises(NotApplicable, match="already"):
         MUTANTS["eps-swapped"].apply(stored, dose=1e-5)
+    with pytest.raises(NotApplicable, match="no part that exchanged-rows could break"):
+        MUTANTS["exchanged-rows"].apply(build_t0(), dose=0.001)  # of 97 rows
     idle = dataclasses.replace(MUTANTS["leak"], edit=lambda network, dose: 0)
     with pytest.raises(NotApplicable, match="no part that leak could break"):
         idle.apply(build_t0(), dose=1)
@@ -500,7 +504,7 @@ def test_no_dose_beyond_the_margin_was_called_the_same():
     """On every subject: check's answers at each dose, against the oracle's distance there."""
     table = published().dropna(subset="n_doses")
     assert set(table["subject"]) == set(calibration.SUBJECTS)
-    assert table["n_doses"].sum() > 600 and table["n_beyond"].sum() > 500
+    assert table["n_doses"].sum() > 800 and table["n_beyond"].sum() > 600
     assert (table["n_called_same"] == 0).all()
 
 

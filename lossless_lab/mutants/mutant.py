@@ -74,6 +74,8 @@ class Mutant:
         """
         if not (math.isfinite(dose) and dose > 0):
             raise ValueError(f"`dose` must be finite and above 0; got {dose}")
+        if self.unit.startswith("share") and dose > 1:
+            raise ValueError(f"`dose` must be at most 1, a {self.unit}; got {dose}")
         network = getattr(network, "network", network)
         if name := patched(network):
             raise ValueError(

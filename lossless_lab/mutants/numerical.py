@@ -75,8 +75,10 @@ def untie_head(network: nn.Module, dose: float) -> int:
 
 
 def exchange_rows(network: nn.Module, dose: float) -> int:
-    """A share `dose` of the input embedding's rows, at least two, exchanged in pairs."""
+    """A share `dose` of the input embedding's rows, one pair or more, exchanged in pairs."""
     table = network.get_input_embeddings()
+    if round(dose * table.num_embeddings) == 0:
+        return 0
     rows = torch.randperm(table.num_embeddings, generator=torch.Generator().manual_seed(0))
     half = max(1, round(dose * len(rows) / 2))
     a, b = rows[:half], rows[half : 2 * half]
@@ -189,9 +191,9 @@ _ROWS = (
     ("hidden-key", _GLOBAL, _decades(1, 10), "share of the weight",
      reweigh(previous_key, hide=True),
      "A mask shifted by one hides the key just before each query (transformers issue 30400)."),
-    ("visible-pad", _GLOBAL, _decades(1, 16), "share of the weight", reweigh(visible_pads),
+    ("visible-pad", _GLOBAL, _decades(1, 24), "share of the weight", reweigh(visible_pads),
      "Pad columns, or unfilled cache slots, are read as text (transformers issue 30400)."),
-    ("leak", _GLOBAL, _decades(1, 12), "share of the weight", reweigh(future_key),
+    ("leak", _GLOBAL, _decades(1, 20), "share of the weight", reweigh(future_key),
      "A causal mask one diagonal too wide shows each query the next token."),
     ("stale-cache", _GLOBAL, _decades(1, 10), "share of the row", repeat_newest_row,
      "A cache entry is overwritten by its neighbour before it is read (llama.cpp issue 4902)."),
@@ -205,19 +207,19 @@ _ROWS = (
      "The default rotary base is used, not the config's (vllm PR 9503)."),
     ("untied-head", _GLOBAL, _decades(1, 10), "RMS of the weights", untie_head,
      "The output matrix is not tied to the embedding on loading (transformers PR 43429)."),
-    ("exchanged-rows", _GLOBAL, _decades(1, 3), "share of the rows", exchange_rows,
+    ("exchanged-rows", _GLOBAL, _decades(1, 5), "share of the rows", exchange_rows,
      "Embedding rows are in another tokenizer's order."),
     ("attention-scale", _LOCAL, _decades(1, 10), "relative change of the scale", change_scale,
      "Attention is not scaled by 1/sqrt(head_dim) (karpathy/ng-video-lecture PR 6)."),
     ("eps-swapped", _LOCAL, _decades(1e-5, 2), "eps", set_eps,
      "A norm uses 1e-6 where the config says 1e-5, or the reverse (tvm PR 15856)."),
-    ("eps-large", _LOCAL, _decades(100, 7), "eps", set_eps,
+    ("eps-large", _LOCAL, _decades(100, 8), "eps", set_eps,
      "A norm uses an eps of another scale."),
     ("residual", _LOCAL, _decades(1, 10), "share of the residual", drop_residual,
      "The skip connection of one block is lost."),
     ("one-nan", _LOCAL, (1.0,), "features", write_nan,
      "One fully masked row divides zero by zero (pytorch issue 103749)."),
-    ("overflow", _LOCAL, tuple(2.0**i for i in (20, 18, 16, 14, 12)), "activation scale",
+    ("overflow", _LOCAL, tuple(4.0**i for i in range(10, -1, -1)), "activation scale",
      overflow_mlp, "An MLP trained in bf16 passes 65,504 in fp16 (transformers PR 10956)."),
     ("damaged-weights", _LOCAL, _decades(0.1, 9), "RMS of the weights", damage_weights,
      "One layer is loaded from a damaged or wrongly scaled shard."),
