@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import re
-import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -154,24 +153,7 @@ def _record(provenance: Mapping, digest: str) -> dict:
         given = json.loads(json.dumps(_without_paths(provenance), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`provenance` must hold JSON values only: {error}") from None
-    return {**given, "versions": versions, "git_commit": _git_commit(), "data_sha256": digest}
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout; "+changes" where the package was edited since; None outside one."""
-    if paths.CHECKOUT is None:
-        return None
-    commands = ("rev-parse", "HEAD"), ("status", "--porcelain", "--", "lossless_lab")
-    try:
-        commit, edits = (
-            subprocess.check_output(
-                ["git", *command], cwd=paths.CHECKOUT, text=True, stderr=subprocess.DEVNULL
-            ).strip()
-            for command in commands
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+changes" if edits else "")
+    return {**given, "versions": versions, "git_commit": paths.git_commit(), "data_sha256": digest}
 
 
 def _without_paths(value):

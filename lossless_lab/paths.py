@@ -1,6 +1,8 @@
-"""Where the project's data, cache, figures and runs live; nothing else belongs here."""
+"""Where the project's data, cache, figures and runs live, and at which commit it stands."""
 
 import os
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import platformdirs
@@ -16,3 +18,15 @@ CACHE = Path(
     os.environ.get("LOSSLESS_LAB_CACHE")
     or (DATA / "cache" if CHECKOUT else platformdirs.user_cache_dir("lossless_lab"))
 )
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout; "+changes" where the package was edited since; None outside one."""
+    if CHECKOUT is None:
+        return None
+    git = partial(subprocess.check_output, cwd=CHECKOUT, text=True, stderr=subprocess.DEVNULL)
+    try:
+        edits = git(["git", "status", "--porcelain", "--", "lossless_lab"])
+        return git(["git", "rev-parse", "HEAD"]).strip() + ("+changes" if edits else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

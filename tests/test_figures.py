@@ -79,9 +79,9 @@ def test_another_process_writes_the_same_bytes_and_touches_nothing(tmp_path):
 
 
 def test_a_new_commit_alone_changes_no_file_but_new_parameters_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "_git_commit", lambda: "a")
+    monkeypatch.setattr(paths, "git_commit", lambda: "a")
     assert save(tmp_path).changed
-    monkeypatch.setattr(figures, "_git_commit", lambda: "b")
+    monkeypatch.setattr(paths, "git_commit", lambda: "b")
     assert not save(tmp_path).changed
     assert json.loads((tmp_path / "drift.json").read_text())["git_commit"] == "a"
     assert save(tmp_path, provenance={"notebook": "01"}).changed
@@ -97,17 +97,17 @@ def test_the_commit_is_git_s_own_and_absent_outside_a_checkout(tmp_path, monkeyp
         return subprocess.check_output(command, text=True).strip()
 
     monkeypatch.setattr(paths, "CHECKOUT", tmp_path)
-    assert figures._git_commit() is None
+    assert paths.git_commit() is None
     (tmp_path / "lossless_lab").mkdir()
     (tmp_path / "lossless_lab" / "a.py").write_text("1")
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "first")
-    assert figures._git_commit() == git("rev-parse", "HEAD")
+    assert paths.git_commit() == git("rev-parse", "HEAD")
     (tmp_path / "lossless_lab" / "a.py").write_text("2")
-    assert figures._git_commit() == git("rev-parse", "HEAD") + "+changes"
+    assert paths.git_commit() == git("rev-parse", "HEAD") + "+changes"
     monkeypatch.setattr(paths, "CHECKOUT", None)
-    assert figures._git_commit() is None
+    assert paths.git_commit() is None
 
 
 @pytest.mark.parametrize(

@@ -172,12 +172,15 @@ def decode(path: Path, *, mark: bool = False) -> str:
         raise PromptFileError(f"{path}:{line}: must be UTF-8; received bytes {found}") from None
 
 
+def lines(text: str) -> list[str]:
+    """The lines of a file's text, whose last one may lack its line break."""
+    found = text.split("\n")  # never splitlines(): a text may hold U+2028 or U+0085
+    return found[:-1] if found[-1] == "" else found
+
+
 def _json_rows(path: Path) -> Iterator[tuple[int, dict | str]]:
     """Number and object of each line, or the rule that it breaks."""
-    lines = decode(path).split("\n")  # never splitlines(): a text may hold U+2028 or U+0085
-    if lines[-1] == "":
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines(decode(path)), start=1):
         yield number, _object(line)
 
 

@@ -1,9 +1,7 @@
 """What went into a run: the manifest, its configuration hash, and how two manifests differ."""
 
-import contextlib
 import hashlib
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -97,16 +95,8 @@ def facts(
 
 def circumstances() -> dict[str, str]:
     """Commit and time, which enter the manifest and no comparison."""
-    commit = "unknown"
-    command = ["git", "-C", str(paths.PACKAGE), "rev-parse", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if paths.CHECKOUT:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            commit = told.stdout.strip()
-    return {
-        "git_commit": commit,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"git_commit": paths.git_commit() or "unknown", "created": created}
 
 
 def configuration_hash(manifest: Manifest | Mapping[str, Any]) -> str:

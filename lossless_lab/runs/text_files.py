@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lossless_lab.prompts import Prompt, prompt_set_hash
+from lossless_lab.prompts.files import decode
+from lossless_lab.prompts.files import lines as split
 
 from .folder import (
     Record,
@@ -132,19 +134,9 @@ def import_text(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}:{line}: must be UTF-8, got {error.object[error.start :][:4]}"
-        ) from None
-    lines = text.split("\n")  # never splitlines(): an output may hold U+2028 or U+0085
-    if lines[-1] == "":
-        lines.pop()
-    if lines and all(line.endswith("\r") for line in lines):
-        lines = [line[:-1] for line in lines]
-    return lines
+    lines = split(decode(path, mark=True))
+    crlf = all(line.endswith("\r") for line in lines)
+    return [line[:-1] for line in lines] if crlf else lines
 
 
 def _unescaped(path: Path, number: int, line: str) -> str:
