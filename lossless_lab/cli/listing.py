@@ -32,11 +32,8 @@ def runs(arguments: argparse.Namespace) -> None:
         runs.write_table(arguments.write, root=root)
         print(f"wrote the table of runs to {arguments.write}")
         return
-    table = runs.table(root).dropna(axis="columns", how="all").convert_dtypes()
-    if "peak_rss_bytes" in table:
-        table["peak_rss_MiB"] = table.pop("peak_rss_bytes").astype(float) / 2**20
-    shown = table.astype(object).where(table.notna(), "")
-    said = shown.to_string(index=False, float_format="{:.1f}".format)
+    table = runs.readable(runs.table(root))
+    said = table.loc[:, (table != "").any()].to_string(index=False)
     print(said if len(table) else f"no runs under {root}")
 
 

@@ -64,6 +64,13 @@ def write_table(path: str | Path, root: str | Path | None = None) -> Path:
     return path
 
 
+def readable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table as text: memory in MiB, one decimal, nothing where a run says nothing."""
+    shown = frame.convert_dtypes().rename(columns={"peak_rss_bytes": "peak_rss_MiB"})
+    shown["peak_rss_MiB"] = pd.to_numeric(frame["peak_rss_bytes"]) / 2**20
+    return shown.astype(object).map(_cell)
+
+
 def _row(root: Path, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": folder.relative_to(root).as_posix(), "created": ""}
     try:
@@ -101,15 +108,11 @@ def _sampling(decoding: Decoding | None) -> str:
 def _markdown(frame: pd.DataFrame) -> str:
     if frame.empty:
         return "No runs yet."
-    shown = frame.drop(columns=["attention", "created"])
-    shown["peak_rss_bytes"] = pd.to_numeric(shown["peak_rss_bytes"]) / 2**20
-    shown = shown.rename(columns={"peak_rss_bytes": "peak_rss_MiB"}).astype(object)
-    shown = shown.map(_cell)
+    shown = readable(frame.drop(columns=["attention", "created"]))
+    shown = shown.replace(r"\|", r"\\|", regex=True)
     return shown.to_markdown(index=False, disable_numparse=True)
 
 
 def _cell(value: Any) -> str:
-    if value is None or value is pd.NA or value != value:
-        return ""
-    text = f"{value:.1f}" if isinstance(value, float) and value % 1 else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return "" if pd.isna(value) else " ".join(text.split())
