@@ -73,22 +73,25 @@ def round_to(x: torch.Tensor, fmt: str | Format | GgufFormat) -> torch.Tensor:
     Raises
     ------
     ValueError
-        When groups do not divide the rows, or x holds NaN or inf; with how many and where.
+        When groups do not divide the rows, or x holds NaN or inf, or more than a block's scale
+        can hold (float16, of llama.cpp's blocks); with how many and where.
 
     Examples
     --------
     >>> round_to(torch.tensor([[7.0, 2.4, -0.6]]), "int4-channel").tolist()   # scale 1
     [[7.0, 2.0, -1.0]]
     """
-    fmt, width = number_format(fmt), x.shape[-1]
+    if not (isinstance(x, torch.Tensor) and x.ndim and x.numel()):
+        raise ValueError(f"`x` must be a tensor [..., width] of one value or more; got {x!r:.80}")
+    fmt, x, width = number_format(fmt), x.detach().float(), x.shape[-1]
     if (fits := fmt.fitted(width)) != fmt:
         raise ValueError(
             f"`fmt` {fmt.name} has groups of {fmt.group} weights, which do not divide a row of "
             f"{width}; {fits.name} would"
         )
-    x = x.detach().float()
-    if not (finite := x.isfinite()).all():
-        first = tuple(torch.nonzero(~finite)[0].tolist())
-        n = int((~finite).sum())
-        raise ValueError(f"`x` must be finite; {n} of {x.numel()} values are not, first {first}")
-    return fmt.round(x)
+    rounded = fmt.round(x) if x.isfinite().all() else x
+    if not (finite := rounded.isfinite()).all():
+        first, n = tuple(torch.nonzero(~finite)[0].tolist()), int((~finite).sum())
+        made = "finite" if rounded is x else f"within what scales of {fmt.name} can hold"
+        raise ValueError(f"`x` must be {made}; {n} of {x.numel()} values are not, first {first}")
+    return rounded

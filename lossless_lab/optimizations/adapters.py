@@ -15,6 +15,8 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, *, r: int, alpha: float, std: float, seed: int) -> None:
         super().__init__()
+        if r < 1:
+            raise ValueError(f"`r` must be at least 1; got {r}")
         rng = torch.Generator().manual_seed(seed)
         self.base_layer, self.scaling = base, alpha / r
         down = torch.randn(r, base.in_features, generator=rng) * base.in_features**-0.5
@@ -27,9 +29,10 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """W + (alpha / r) · B A, computed in float32 and rounded once to the weights' dtype."""
-        delta = self.scaling * self.lora_B.float() @ self.lora_A.float()
-        self.base_layer.weight.copy_(self.base_layer.weight.float() + delta)
+        """W + (alpha / r) · B A, in float32 at least, rounded once to the weights' dtype."""
+        weight = self.base_layer.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight.copy_(weight.to(wide) + self.scaling * self.lora_B.to(wide) @ self.lora_A.to(wide))
 
 
 def with_adapters(

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lossless_lab.optimizations.entry import Optimization, copied
+from lossless_lab.optimizations.entry import WARNING, Optimization, copied
+from lossless_lab.optimizations.witness import Observation
 
 
 def cast(dtype: str) -> Optimization:
@@ -21,16 +22,15 @@ def cast(dtype: str) -> Optimization:
         _keep_computed_buffers(changed, network)
         return changed, {}
 
+    def witness(seen: Observation) -> str:
+        if seen.dtypes[:1] != (dtype,) or not set(seen.computed) <= {dtype}:
+            return ""
+        n = sum(int(p.isinf().sum()) for p in seen.network.parameters())
+        beyond = f"; {WARNING}{n} of them are beyond its range and became inf"
+        return f"parameters in {dtype}" + beyond * bool(n)
+
     return Optimization(
-        name=dtype,
-        level="2",
-        changes=("dtype",),
-        transform=transform,
-        witness=lambda seen: (
-            f"parameters in {dtype}"
-            if seen.dtypes[:1] == (dtype,) and set(seen.computed) <= {dtype}
-            else ""
-        ),
+        name=dtype, level="2", changes=("dtype",), transform=transform, witness=witness
     )
 
 

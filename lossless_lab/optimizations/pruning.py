@@ -17,15 +17,21 @@ from lossless_lab.optimizations.witness import Observation
 
 
 def sparsity(network: nn.Module) -> float:
-    """Share of weights that are exactly zero; tied ones count once.
+    """Share of weights that are exactly zero, by a mask of torch's too; tied ones count once.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> _ = nn.init.eye_(layer.weight)
     >>> sparsity(layer)
     0.5
     """
-    weights = list(getattr(network, "network", network).parameters())
-    return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    network = getattr(network, "network", network)
+    masks = dict(network.named_buffers())
+    zeros = total = 0
+    for name, w in network.named_parameters():
+        mask = masks.get(f"{name.removesuffix('_orig')}_mask")
+        zeros += int((w == 0 if mask is None else (w * mask) == 0).sum())
+        total += w.numel()
+    return zeros / total
 
 
 def magnitude(share: float) -> Optimization:
@@ -70,7 +76,7 @@ def _masked(
 
     def witness(seen: Observation) -> str:
         found = [weight for _, weight in matrices(seen.network)]
-        full = sum(float((w == 0).float().mean()) > share - 1 / w.numel() for w in found)
+        full = sum(not w[smallest(w)].any() for w in found)
         if not full:
             return ""
         if getattr(seen.network, "zeros_before", 0) == _zeros(seen.network):

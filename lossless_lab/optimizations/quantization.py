@@ -83,7 +83,13 @@ def linears(network: nn.Module, *, skip: Sequence[str] = HEAD) -> Iterator[tuple
     found = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     if unknown := {*skip} - {*HEAD} - {part for name in found for part in name.split(".")}:
         raise ValueError(f"`skip` must be parts of names of linear layers; got {sorted(unknown)}")
-    yield from ((name, m) for name, m in found.items() if not {*skip} & {*name.split(".")})
+    kept = {name: m for name, m in found.items() if not {*skip} & {*name.split(".")}}
+    if anew := [name for name, m in kept.items() if "weight" not in m._parameters]:
+        raise ValueError(
+            f"`network`: the weight of `{anew[0]}` is made anew before each pass (masked by "
+            "torch's prune, or parametrised), which undoes any change; make it permanent first"
+        )
+    yield from kept.items()
 
 
 def mean_over_weights(

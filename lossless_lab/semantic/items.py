@@ -7,7 +7,7 @@ import pandas as pd
 
 COLUMNS = ("id", "category", "group", "right", "margin_nats", "chance")
 SHOWN = ("prompt", "right_answer", "chosen")  # optional: what a reader wants to see
-TRUTH = {"true": True, "false": False, "1": True, "0": False}
+TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def aligned(**sides: pd.DataFrame | None) -> dict[str, pd.DataFrame]:
@@ -23,7 +23,7 @@ def aligned(**sides: pd.DataFrame | None) -> dict[str, pd.DataFrame]:
     first, *_ = checked
     base = checked[first]
     for name, side in checked.items():
-        if lost := sorted(set(base.index) ^ set(side.index)):
+        if lost := sorted(set(base.index) ^ set(side.index), key=str):
             raise ValueError(f"`{name}` must hold the {first}'s items; not shared: {lost[:3]}")
         checked[name] = side = side.loc[base.index]
         for column in ("category", "group", "chance", *SHOWN[:2]):
@@ -46,16 +46,17 @@ def _checked(side: pd.DataFrame, name: str) -> pd.DataFrame:
     side = side.set_index("id")
     right = side["right"].map(lambda x: TRUTH.get(str(x).lower()))
     numbers = {c: pd.to_numeric(side[c], errors="coerce") for c in ("margin_nats", "chance")}
+    margin = numbers["margin_nats"]
     faults = {
-        "right": right.isna(),
-        "margin_nats": ~np.isfinite(numbers["margin_nats"]) & ~_blank(side["margin_nats"]),
-        "chance": ~numbers["chance"].between(0, 1, inclusive="left"),
-        **{c: _blank(side[c]) for c in ("category", "group")},
+        "right": (right.isna(), "true or false"),
+        "margin_nats": (~np.isfinite(margin) & ~_blank(side["margin_nats"]), "finite or empty"),
+        "chance": (~numbers["chance"].between(0, 1, inclusive="left"), "at least 0 and below 1"),
+        **{c: (_blank(side[c]), "a name") for c in ("category", "group")},
     }
-    for column, bad in faults.items():
+    for column, (bad, rule) in faults.items():
         if bad.any():
-            item = bad.idxmax()
-            raise ValueError(f"`{name}`: item {item!r} has {column} {side.loc[item, column]!r}")
+            item, value = bad.idxmax(), side.loc[bad.idxmax(), column]
+            raise ValueError(f"`{name}`: item {item!r} has {column} {value!r}; must be {rule}")
     return side.assign(right=right.astype(bool), **numbers)
 
 

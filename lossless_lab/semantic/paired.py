@@ -11,6 +11,7 @@ from scipy import optimize, stats
 
 from ..results import Result
 from ..stats.intervals import Interval
+from .items import TRUTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +55,8 @@ class PairedTable(Result):
     @property
     def accuracies(self) -> tuple[float, float]:
         """Of the reference and of the candidate."""
-        return (self.both + self.only_reference) / self.n, (
-            self.both + self.only_candidate
-        ) / self.n
+        right = self.both + self.only_reference, self.both + self.only_candidate
+        return right[0] / self.n, right[1] / self.n
 
     def __str__(self) -> str:
         accuracies = "{:.3f} and {:.3f}".format(*self.accuracies)
@@ -70,17 +70,28 @@ class PairedTable(Result):
 def paired_table(reference: Sequence[bool], candidate: Sequence[bool]) -> PairedTable:
     """Counts of items by who was right; the two lists are item by item the same items.
 
+    Raises
+    ------
+    ValueError
+        For lists of unlike or no length, and what is neither true nor false: a missing answer has
+        to be counted as wrong, or left out on both sides, by whoever knows why it is missing.
+
     Examples
     --------
     >>> table = paired_table([True, True, False], [True, False, False])
     >>> table.both, table.only_reference, table.only_candidate, table.neither
     (1, 1, 0, 1)
     """
-    a, b = np.asarray(reference, bool), np.asarray(candidate, bool)
-    if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(
-            f"`reference` and `candidate` must score the same items; got {a.shape} and {b.shape}"
-        )
+    sides = []
+    for name, side in (("reference", reference), ("candidate", candidate)):
+        right = [TRUTH.get(str(x).lower()) for x in side]
+        if None in right:
+            i = right.index(None)
+            raise ValueError(f"`{name}`[{i}] must be true or false; got {list(side)[i]!r}")
+        sides.append(np.array(right, bool))
+    a, b = sides
+    if len(a) != len(b):
+        raise ValueError(f"both sides must score the same items; got {len(a)} and {len(b)}")
     return PairedTable(
         both=int((a & b).sum()),
         only_reference=int((a & ~b).sum()),
@@ -90,7 +101,7 @@ def paired_table(reference: Sequence[bool], candidate: Sequence[bool]) -> Paired
 
 
 def mcnemar(table: PairedTable) -> float:
-    """Exact two-sided p-value of "lost and gained items are equally likely": a fair coin's.
+    """Exact two-sided p-value of "lost and gained items are equally likely": a fair coin's; not 0.
 
     Notes
     -----
@@ -102,7 +113,8 @@ def mcnemar(table: PairedTable) -> float:
     0.0075
     """
     n = table.only_reference + table.only_candidate
-    return float(stats.binomtest(table.only_candidate, n).pvalue) if n else 1.0
+    p = stats.binomtest(table.only_candidate, n).pvalue if n else 1.0
+    return max(float(p), float(np.finfo(float).tiny))
 
 
 def score_interval(table: PairedTable, *, confidence: float = 0.95) -> Interval:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ NO_CONTROL = "no known-bad control was given"
 def answer_scores(text: str, answers: Sequence[str]) -> dict[str, float]:
     """Exact match, recall and F1 in words, each against the right answer that suits it best.
 
-    Case, punctuation and English articles do not count; in Chinese each character is a word.
+    Case, punctuation and English articles do not count; in Chinese each character is a word. Signs,
+    points and slashes of numbers do, and so do symbols (+, <, 😀): "-5" and ".5" are not "5".
 
     Notes
     -----
@@ -40,9 +43,9 @@ def answer_scores(text: str, answers: Sequence[str]) -> dict[str, float]:
     given, best = _plain(text), dict.fromkeys(("exact", "recall", "f1"), 0.0)
     for right in map(_plain, answers):
         shared = (Counter(given) & Counter(right)).total()
-        scores = float(given == right), shared / max(len(right), 1), 0.0
-        if given or right:
-            scores = *scores[:2], 2 * shared / (len(given) + len(right))
+        scores = (1.0, 1.0, 1.0)
+        if given != right:
+            scores = 0.0, shared / max(len(right), 1), 2 * shared / (len(given) + len(right))
         best = {name: max(b, x) for (name, b), x in zip(best.items(), scores, strict=True)}
     return best
 
@@ -219,6 +222,19 @@ def _table(reference: pd.DataFrame, candidate: pd.DataFrame) -> PairedTable:
     return paired_table(reference.loc[first, "right"], candidate.loc[first, "right"])
 
 
+# What punctuation says in a number, as words: no thousands' comma, a sign, a point, a slash.
+_NUMBERS = (
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+    (r"(?<![\w.])[-−](?=\.?\d)", " minus "),
+    (r"\.(?=\d)", "point"),
+    (r"(?<=\d)/(?=\d)", "over"),
+)
+
+
 def _plain(text: str) -> list[str]:
-    """Words without case, punctuation and English articles."""
-    return [w for w in words(text) if w not in ARTICLES and w not in PUNCTUATION]
+    """Words without case, punctuation and English articles; as they are where nothing is left."""
+    for pattern, word in _NUMBERS:
+        text = re.sub(pattern, word, text)
+    spoken = (f" {ord(c)}symbol " if unicodedata.category(c) in ("So", "Sm") else c for c in text)
+    found = [w for w in words("".join(spoken)) if w not in ARTICLES and w not in PUNCTUATION]
+    return found or text.split()

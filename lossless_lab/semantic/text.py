@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -46,6 +47,12 @@ def similarity(reference: Sequence, candidate: Sequence) -> float:
         raise TypeError(
             "`reference` and `candidate` must both be texts or both lists of ids; "
             f"got {type(reference).__name__} and {type(candidate).__name__}"
+        )
+    if not isinstance(reference, str):  # by number: rapidfuzz compares hashes, those of tensors too
+        ids: dict = {}
+        reference, candidate = (
+            [ids.setdefault(x.item() if hasattr(x, "item") else x, len(ids)) for x in side]
+            for side in (reference, candidate)
         )
     return float(Indel.normalized_similarity(reference, candidate))
 
@@ -104,14 +111,15 @@ class TextScores(Result):
 def text_scores(reference: str, candidate: str) -> TextScores:
     """Similarity, edit distance, BLEU, chrF and ROUGE of two answers. They decide nothing.
 
-    Words are told apart by script: each Chinese, Japanese or Korean character is one, elsewhere
-    runs of letters and digits are. Two equal texts score 1 or 100 by every metric, the empty text
-    included; a text against an empty one scores 0.
+    Words are told apart by script: where no blanks part them (Chinese, Japanese, Korean, Thai and
+    its neighbours) each character is one, elsewhere runs of letters and digits are. Two equal
+    texts score 1 or 100 by every metric, the empty text included; a text against an empty one
+    scores 0.
 
     Notes
     -----
-    Source: sacrebleu (tokenizer zh for CJK, 13a else; effective order, since answers are short);
-    Lin 2004 for ROUGE.
+    Source: sacrebleu (tokenizer zh for Chinese, char for the others without blanks, 13a else;
+    effective order, since answers are short); Lin 2004 for ROUGE.
 
     Examples
     --------
@@ -120,9 +128,9 @@ def text_scores(reference: str, candidate: str) -> TextScores:
     >>> str(text_scores("四", "四"))
     'equal texts'
     """
-    bleu = BLEU(
-        tokenize="zh" if _CJK.search(reference + candidate) else "13a", effective_order=True
-    )
+    alone = {c for c in reference + candidate if _CJK.match(c)}
+    tokenize = "13a" if not alone else "zh" if all(map(_CHINESE.match, alone)) else "char"
+    bleu = BLEU(tokenize=tokenize, effective_order=True)
     chrf = CHRF()
     scores = [min(m.sentence_score(candidate, [reference]).score, 100.0) for m in (bleu, chrf)]
     rouge = _rouge(words(reference), words(candidate))
@@ -133,6 +141,9 @@ def text_scores(reference: str, candidate: str) -> TextScores:
         scores, rouge = [0.0, 0.0], (0.0, 0.0, 0.0)
     full = [n for n, s in zip(("BLEU", "chrF"), scores, strict=True) if s > 99.99]
     full += [f"ROUGE-{name}" for name, f in zip("12L", rouge, strict=True) if f == 1]
+    forms = {unicodedata.normalize("NFC", text) for text in (reference, candidate)}
+    same = "the same characters in two Unicode forms" * (len(forms) == 1)
+    said = same or f"{' and '.join(full)} cannot tell" * bool(full)
     return TextScores(
         equal=equal,
         characters=similarity(reference, candidate),
@@ -141,7 +152,7 @@ def text_scores(reference: str, candidate: str) -> TextScores:
         chrf=scores[1],
         rouge=rouge,
         signature=f"{bleu.get_signature()}; {chrf.get_signature()}; ROUGE by character in CJK",
-        note=f"unequal, though {' and '.join(full)} cannot tell" if full and not equal else "",
+        note=f"unequal, though {said}" if said and not equal else "",
     )
 
 
@@ -176,17 +187,34 @@ def refuse_uneven(**sides: Sequence[str]) -> None:
                 raise ValueError(f"`{name}`[{i}] must be a text; got {text!r}")
 
 
-_CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]")
-_WORD = re.compile(_CJK.pattern + r"|[^\W_]+?(?=" + _CJK.pattern + r"|[\W_]|$)")
+_CHINESE = re.compile(r"[\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
+_CJK = re.compile(  # scripts that put no blanks between words; Hangul, which does, is like them
+    _CHINESE.pattern[:-1] + r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3130-\u318f"
+    r"\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; of Chinese, Japanese and Korean each character, punctuation included.
+    """Words without case; of Chinese, Japanese, Korean, Thai each character, punctuation included.
+
+    Composed and decomposed letters are the same, and vowel signs and accents belong to the letter
+    that they stand on: without them "दिन" (day) would be "दीन" (poor).
 
     >>> words("KV缓存 is 4 GiB.")
     ['kv', '缓', '存', 'is', '4', 'gib']
     """
-    return _WORD.findall(text.lower())
+    found: list[str] = []
+    near = open_ = False  # a word ends right before; one that letters may go on
+    for c in unicodedata.normalize("NFC", text).casefold():
+        kind, alone = unicodedata.category(c)[0], _CJK.match(c) is not None
+        if near and (kind == "M" or (open_ and kind in "LN" and not alone)):
+            found[-1] += c
+        elif alone or kind in "LN":
+            found.append(c)
+            near, open_ = True, not alone
+        else:
+            near = open_ = False
+    return found
 
 
 def _rouge(reference: list[str], candidate: list[str]) -> tuple[float, float, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from decimal import Decimal
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +29,13 @@ def kl_lower_bound(
     candidate_top: Sequence[tuple[Hashable, float]],
     *,
     resolution: float = 1e-6,
+    rounding: float | None = None,
 ) -> KLBound:
     """Σ p ln(p/q) over shared tokens and one cell for all others: at most KL(reference‖candidate).
 
     Merging tokens can only lower a KL (log-sum inequality), so the bound holds whatever hides in
-    the rest; every cell adds p ln(p/q) − p + q ≥ 0, so that it is never negative.
+    the rest; every cell adds p ln(p/q) − p + q ≥ 0, so that it is never negative, and the least of
+    it that rounding of both lists allows.
 
     Parameters
     ----------
@@ -40,11 +44,13 @@ def kl_lower_bound(
         ids, the token's bytes, or else its text: those of split characters collapse.
     resolution : mass that rounding of the candidate's log-probabilities may have taken from its
         rest; without it, a list that sums to 1 would make any other token impossible.
+    rounding : nats by which each ln p may be off, on either side; by default half a unit of the
+        last decimal place that its own list shows.
 
     Raises
     ------
     ValueError
-        For an empty list, or probabilities that are no part of a law.
+        For an empty list, probabilities that are no part of a law, or a rounding below 0.
 
     Examples
     --------
@@ -54,15 +60,32 @@ def kl_lower_bound(
     >>> round(found.nats, 4), found.covered_mass
     (0.1438, 0.5)
     """
+    if rounding is not None and not 0 <= rounding < math.inf:
+        raise ValueError(f"`rounding` must be at least 0 nats and finite; got {rounding}")
     p, q = _law(reference_top, "reference_top"), _law(candidate_top, "candidate_top")
     shared = [name for name in p if len(p[name]) == 1 == len(q.get(name, ()))]
     a, b = (np.array([law[name][0] for name in shared]) for law in (p, q))
     merged = np.array([x for masses in p.values() if len(masses) > 1 for x in masses])
-    rest_a = max(1 - a.sum(), 0.0)
-    rest_b = max(1 - b.sum(), min(rest_a, resolution))
-    bound = kl_div(a, b).sum() + kl_div(rest_a, rest_b)
+    a_low, a_high = _cells(a, _half_a_unit(reference_top) if rounding is None else rounding)
+    b_low, b_high = _cells(b, _half_a_unit(candidate_top) if rounding is None else rounding)
+    b_high[-1] = max(b_high[-1], resolution)
+    nearest = np.clip(a_low, b_low, b_high)
+    bound = kl_div(np.clip(nearest, a_low, a_high), nearest).sum()
     covered = float(min(a.sum(), 1.0))
     return KLBound(float(bound), covered, len(merged), float(merged.sum()))
+
+
+def _cells(masses: np.ndarray, off: float) -> tuple[np.ndarray, np.ndarray]:
+    """Least and most of each mass, and last of the rest, where each ln p may be off."""
+    low, high = masses * math.exp(-off), masses * math.exp(off)
+    rest = np.maximum([1 - high.sum(), 1 - low.sum()], 0)
+    return np.append(low, rest[0]), np.append(high, rest[1])
+
+
+def _half_a_unit(top: Sequence[tuple[Hashable, float]]) -> float:
+    """Of the last decimal place that any of the log-probabilities has."""
+    shown = [Decimal(str(np.asarray(x))).as_tuple().exponent for _, x in top if math.isfinite(x)]
+    return 0.5 * 10.0 ** min(shown, default=0)
 
 
 def _law(top: Sequence[tuple[Hashable, float]], side: str) -> dict[Hashable, list[float]]:
@@ -71,7 +94,8 @@ def _law(top: Sequence[tuple[Hashable, float]], side: str) -> dict[Hashable, lis
         raise ValueError(f"`{side}` must hold at least one token; no list is no evidence")
     law: dict[Hashable, list[float]] = {}
     for name, logprob in top:
-        law.setdefault(name, []).append(float(np.exp(logprob)))
+        reported = np.nan if logprob is None else logprob  # null, as some servers send
+        law.setdefault(name, []).append(float(np.exp(reported)))
     if not (total := sum(map(sum, law.values()))) <= 1.01:  # two decimals of ln p; NaN fails too
         raise ValueError(
             f"`{side}` must hold ln p of one law; its probabilities sum to {total:.6g}"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
+
+from .laws import from_logits
 
 _ALLOWED = {  # setting -> rule in words, and whether a value keeps to it
     "temperature": ("0 (greedy) or above, and finite", lambda x: 0 <= x < math.inf),
@@ -36,7 +39,7 @@ def sampler_probs(
     Parameters
     ----------
     logits : [..., vocab_size]; float64 gives the law in float64, anything else in float32.
-    temperature : 0 puts all on the likeliest, the first of several.
+    temperature : 0 puts all on the likeliest, the first of several; towards 0 they share alike.
     top_k : the k likeliest, and what ties with the last of them; 0 for all.
     top_p : the likeliest until their sum reaches it, the one that does included.
     min_p : those of at least this share of the likeliest one's probability.
@@ -50,11 +53,12 @@ def sampler_probs(
     >>> sampler_probs(torch.tensor([[0.0, 0.0, 9.0, 9.0]]), top_k=2).tolist()
     [[0.0, 0.0, 0.5, 0.5]]
     """
+    logits = from_logits(logits).logits
     exact = logits.dtype == torch.float64
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for name, (rule, allowed) in _ALLOWED.items():
-        if not allowed(settings[name]):
-            raise ValueError(f"`{name}` must be {rule}; got {settings[name]}")
+        if not (isinstance(settings[name], Real) and allowed(settings[name])):
+            raise ValueError(f"`{name}` must be {rule}; got {settings[name]!r}")
     probs = torch.empty(
         logits.shape, dtype=torch.float64 if exact else torch.float32, device=logits.device
     )
@@ -95,14 +99,17 @@ def penalised(
 
 def _tempered(x: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature:
-        return x / temperature
+        scaled = x / temperature
+        if not scaled.amax(-1).isfinite().all():  # too small for the dtype, not for the law
+            scaled = (x.double() - x.double().amax(-1, keepdim=True)) / temperature
+        return scaled
     return torch.full_like(x, -math.inf).scatter(-1, x.argmax(-1, keepdim=True), 0.0)
 
 
 def _top_k(x: torch.Tensor, k: int) -> torch.Tensor:
     if not k:
         return x
-    return x.masked_fill(x < x.topk(min(k, x.shape[-1]), -1).values[..., -1:], -math.inf)
+    return x.masked_fill(x < x.topk(min(int(k), x.shape[-1]), -1).values[..., -1:], -math.inf)
 
 
 def _top_p(x: torch.Tensor, top_p: float) -> torch.Tensor:

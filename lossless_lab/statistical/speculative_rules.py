@@ -26,8 +26,8 @@ class Position:
 
     Raises
     ------
-    ValueError where a row is negative, NaN or sums to 1 only beyond 1e-9 (1e-4 in float32), or
-    the two have different vocabularies. Rows are then divided by their sums.
+    ValueError where a row is negative, NaN or sums to 1 only beyond 1e-9 (1e-4 in float32 and
+    below), or the two have different vocabularies. Rows are then divided by their sums.
     """
 
     target_probs: np.ndarray
@@ -151,8 +151,10 @@ def normalised(weights: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
 
 
 def _law(name: str, probs: Any) -> np.ndarray:
+    if isinstance(probs, torch.Tensor):
+        probs = probs.detach().to("cpu", torch.promote_types(probs.dtype, torch.float32))
     probs = np.asarray(probs)
-    tolerance = 1e-4 if probs.dtype == np.float32 else 1e-9
+    tolerance = 1e-4 if probs.dtype in (np.float16, np.float32) else 1e-9
     probs = probs.astype(np.float64)
     if probs.ndim == 0 or probs.shape[-1] == 0:
         raise ValueError(f"`{name}` must be [..., vocab_size]; got shape {probs.shape}")
