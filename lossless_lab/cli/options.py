@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,21 +198,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _points(text: str) -> float:
+def _number(rule: str, allowed: Callable[[float], bool], text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 < value < 100:
-        raise argparse.ArgumentTypeError(f"must be above 0 and below 100 points; got {text!r}")
+        value = math.nan
+    if not allowed(value):
+        raise argparse.ArgumentTypeError(f"must be {rule}; got {text!r}")
     return value
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1; got {text!r}")
-    return value
+_points = partial(_number, "above 0 and below 100 points", lambda points: 0 < points < 100)
+_share = partial(_number, "a number above 0 and at most 1", lambda share: 0 < share <= 1)
