@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from packaging.requirements import Requirement
 
 from lossless_lab import models
 
+FETCH = "lossless-lab models fetch smollm2"
 CPU_TORCH = "choose CPU in the selector at pytorch.org/get-started/locally"
 
 
@@ -27,8 +27,9 @@ def report() -> pd.DataFrame:
     import psutil
     import torch
 
+    there = models.is_present("smollm2")
     rows = [
-        ("Python", platform.python_version(), _python()),
+        ("Python", platform.python_version(), ""),
         ("system", f"{platform.system()} {platform.machine()}", ""),
         ("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB", ""),
         ("torch", torch.__version__, _torch(torch)),
@@ -37,14 +38,10 @@ def report() -> pd.DataFrame:
         ("NVIDIA driver", _driver() or "none", ""),
         *_devices(torch),
         ("C++ compiler (torch.compile)", *_compiler()),
-        ("smollm2", *_smollm2()),
+        ("smollm2", "ready" if there else "not fetched", "" if there else FETCH),
         ("Chromium (browser tests)", shutil.which("chromium") or "none", ""),
     ]
     return pd.DataFrame(rows, columns=["item", "found", "advice"])
-
-
-def _python() -> str:
-    return "" if sys.version_info >= (3, 10) else "install Python 3.10 or newer (3.11 is tested)"
 
 
 def _packages(distribution: str = "lossless-lab") -> tuple[str, str]:
@@ -106,9 +103,3 @@ def _compiler() -> tuple[str, str]:
     if compiler is None:
         return "none", "install g++; without it torch.compile cannot run on a CPU"
     return Path(compiler).name, "" if headers else "install Python's headers (python3-dev)"
-
-
-def _smollm2() -> tuple[str, str]:
-    if models.is_present("smollm2"):
-        return "ready", ""
-    return "not fetched", "lossless-lab models fetch smollm2"

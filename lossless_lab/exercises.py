@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import reprlib
@@ -10,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rapidfuzz.distance import Indel
 
 from . import paths
@@ -50,11 +50,9 @@ def check(exercise: int, answer: Any) -> str:
 
 def _said() -> dict[int, dict[str, str]]:
     """exercise -> answer as JSON, or "form" or "else" -> what is said to it."""
-    found: dict[int, dict[str, str]] = {}
     path = paths.DATA / "exercises" / "01_three_levels.csv"
-    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-        found.setdefault(int(row["exercise"]), {})[row["answer"]] = row["says"]
-    return found
+    table = pd.read_csv(path, dtype={"answer": str, "says": str}, keep_default_na=False)
+    return {n: dict(zip(of.answer, of.says, strict=True)) for n, of in table.groupby("exercise")}
 
 
 def _in_form(exercise: int, answer: Any) -> Any:

@@ -76,7 +76,9 @@ def folder(name) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if is_hub_id(name):
-        return _snapshot(name)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name), local_files_only=True))
     if Path(name).name != str(name):
         raise FileNotFoundError(f"`name` {str(name)!r} is no folder on this machine")
     raise ValueError(
@@ -149,15 +151,8 @@ def available() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["name", "present", "size_mib", "description", "fetch"])
 
 
-def _snapshot(name) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(name), local_files_only=True))
-
-
 def _hash(file) -> str:
-    state = hashlib.sha256()
+    from huggingface_hub.utils.sha import sha_fileobj
+
     with open(file, "rb") as stream:
-        while block := stream.read(2**22):
-            state.update(block)
-    return state.hexdigest()
+        return sha_fileobj(stream, 2**22).hex()
