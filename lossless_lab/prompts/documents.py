@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lossless_lab import paths
 
-from .files import read_items
+from .files import Named, read_items
 
 
-class Document(BaseModel):
+class Document(Named):
     """One independent text.
 
     Parameters
@@ -23,9 +23,6 @@ class Document(BaseModel):
     text : 20 characters or more, with no white space around it
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     language: Literal["en", "zh", "code"]
     kind: Annotated[str, Field(pattern=r"^[a-z]+$")]
     text: Annotated[str, Field(min_length=20, pattern=r"(?s)^\S.*\S$")]

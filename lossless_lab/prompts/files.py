@@ -18,14 +18,24 @@ Category = Literal["faq", "detail", "code", "special", "long", "short", "other"]
 FILE_FIELDS = ("id", "text", "ids", "language", "category")
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 SHOWN_ERRORS = 20
-Item = TypeVar("Item", bound=BaseModel)
+
+
+class Named(BaseModel):
+    """What one line of a file says: an object with a name, unique within the file."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+Item = TypeVar("Item", bound=Named)
 
 
 class PromptFileError(ValueError):
     """A prompt file breaks its rules; the message lists file, line, field, rule and value."""
 
 
-class Prompt(BaseModel):
+class Prompt(Named):
     """One prompt: a name, and a text or token ids.
 
     Parameters
@@ -43,9 +53,6 @@ class Prompt(BaseModel):
     True
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     text: str | None = None
     ids: Annotated[tuple[TokenId, ...] | None, Field(strict=False)] = None
     language: Language = "other"

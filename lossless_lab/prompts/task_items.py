@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lossless_lab import paths
 
-from .files import decode, nearest, read_items, short
+from .files import Named, decode, nearest, read_items, short
 
 LISTS = ("choices", "answers")  # in CSV a column per entry: choices_0, choices_1, …
 
 
-class Task(BaseModel):
+class Task(Named):
     """One question: with choices and the index of the right one, or with its right answers.
 
     Parameters
@@ -33,9 +33,6 @@ class Task(BaseModel):
         itself by default.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     category: Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
     language: Literal["en", "zh", "code"]
     prompt: Annotated[str, Field(min_length=1)]
