@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
@@ -12,6 +13,8 @@ from typing import Any
 from lossless_lab.cli import options
 
 __all__ = ["main"]
+
+_ROOMS = {"run": "recording", "answer": "answering", "compare": "comparing", "report": "comparing"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,18 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
     """A command's function; its room is imported only now, so that --help is quick."""
-    from lossless_lab.cli import answering, comparing, listing, recording
-
-    return {
-        "models": listing.models,
-        "runs": listing.runs,
-        "doctor": listing.doctor,
-        "kv-cache": listing.kv_cache,
-        "run": recording.run,
-        "answer": answering.answer,
-        "compare": comparing.compare,
-        "report": comparing.report,
-    }[name]
+    room = importlib.import_module(f"lossless_lab.cli.{_ROOMS.get(name, 'listing')}")
+    return getattr(room, name.replace("-", "_"))
 
 
 def _say(message: Any) -> None:

@@ -148,48 +148,32 @@ def _add_verdict(parser: argparse.ArgumentParser) -> None:
     add("--margin-tv", type=_share, metavar="TV", help=tv)
     fields = "manifest fields that may differ, such as batch_size"
     add("--under-test", nargs="+", default=[], metavar="FIELD", help=fields)
-    text = (
-        "for level 3, tables of `answer` or samples that lm_eval logged (.jsonl or their folder): "
-    )
-    text += "reference, candidate and, better, a known-bad control"
+    text = "for level 3, tables of `answer` or samples that lm_eval logged (.jsonl or their "
+    text += "folder): reference, candidate and, better, a known-bad control"
     add("--items", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     points = "task points that may be lost (2)"
     add("--margin-points", type=_points, default=2.0, metavar="POINTS", help=points)
 
 
 def _add_kv_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", help="bundled name (`list` shows them), config.json, its folder, or a Hub id"
-    )
-    parser.add_argument(
-        "--context",
-        type=_count,
-        default=4096,
-        metavar="TOKENS",
-        help="tokens of each sequence, prompt and answer (%(default)s)",
-    )
-    parser.add_argument("--batch", type=_count, default=1, help="sequences at once (%(default)s)")
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        metavar="FORMAT[,FORMAT]",
-        help="of keys and values, two where they differ: bfloat16, fp8, q8_0,f16, … (%(default)s)",
-    )
-    parser.add_argument(
-        "--engine",
-        metavar="NAME",
-        help="whose reservation, such as 'vllm 0.11' or 'llama.cpp b6500 -c 8192 -ctk q8_0'; "
-        "without it what the tokens need",
-    )
+    add = parser.add_argument
+    add("config", help="bundled name (`list` shows them), config.json, its folder, or a Hub id")
+    text = "tokens of each sequence, prompt and answer (%(default)s)"
+    add("--context", type=_count, default=4096, metavar="TOKENS", help=text)
+    add("--batch", type=_count, default=1, help="sequences at once (%(default)s)")
+    text = "of keys and values, two where they differ: bfloat16, fp8, q8_0,f16, … (%(default)s)"
+    add("--dtype", default="bfloat16", metavar="FORMAT[,FORMAT]", help=text)
+    text = "whose reservation, such as 'vllm 0.11' or 'llama.cpp b6500 -c 8192 -ctk q8_0'; "
+    add("--engine", metavar="NAME", help=text + "without it what the tokens need")
     gpus = {"dest": "tensor_parallel", "help": "GPUs that share a layer (%(default)s)"}
-    parser.add_argument("--tp", type=_count, default=1, metavar="GPUS", **gpus)
-    parser.add_argument("--beams", type=_count, default=1, dest="num_beams", help="(%(default)s)")
+    add("--tp", type=_count, default=1, metavar="GPUS", **gpus)
+    add("--beams", type=_count, default=1, dest="num_beams", help="(%(default)s)")
     text = "positions that cross-attention holds, where the config does not say"
-    parser.add_argument("--encoder-len", type=_count, metavar="TOKENS", help=text)
-    parser.add_argument("--draft", metavar="CONFIG", help="of a draft model with its own cache")
+    add("--encoder-len", type=_count, metavar="TOKENS", help=text)
+    add("--draft", metavar="CONFIG", help="of a draft model with its own cache")
     text = "of recurrent states: float32, bfloat16, … (the engine's own)"
-    parser.add_argument("--state-dtype", metavar="DTYPE", help=text)
-    parser.add_argument("--format", choices=("table", "json"), default="table")
+    add("--state-dtype", metavar="DTYPE", help=text)
+    add("--format", choices=("table", "json"), default="table")
 
 
 def _count(text: str) -> int:
