@@ -82,8 +82,8 @@ def resolve(source):
     model_type = raw.get("model_type")
     said = f"`model_type` is {model_type!r}; the config must name its family"
     require(isinstance(model_type, str), said, CannotEstimate)
-    alias = FACTS["families"].get(model_type, {"read_as": model_type, "renamed": {}})
-    name, renames = alias.values()
+    alias = FACTS["families"].get(model_type, {})
+    name, renames = alias.get("read_as", model_type), alias.get("renamed", {})
     config_class = _class(name)
     if config_class is None:
         if not _nested_fields(raw):
@@ -94,12 +94,28 @@ def resolve(source):
     raw = {renames.get(key, key): value for key, value in raw.items()}
     if model_type == "chatglm" and not raw.get("multi_query_attention"):
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    if name == "falcon" and raw.get("num_kv_heads") and not raw.get("multi_query"):
+        raw.setdefault("new_decoder_architecture", True)  # files of RefinedWeb do not say it
+    inner, needed = raw.get("attn_config"), alias.get("needs")  # its default would be a guess
+    there = raw.get(needed) or (isinstance(inner, dict) and inner.get(needed))
+    original = next((old for old, new in renames.items() if new == needed), needed)
+    said = f"`{original}` is missing from the {model_type!r} config"
+    require(there or not needed, said, CannotEstimate)
+    if blocks := raw.pop("blocks", None):
+        raw["kv_heads_by_layer"] = _kv_heads_of(blocks, raw.get("num_attention_heads"))
     for fields in (raw, _nested_fields(raw)):
         check_sizes(fields, _class(fields.get("model_type")) or config_class)
+    n_layers, windowed = raw.get("num_hidden_layers") or 0, raw.get("sliding_window", 0) is not None
+    pattern = raw.get("sliding_window_pattern") if windowed else "G"
+    if "exaone" in name and isinstance(pattern, str) and pattern and not raw.get("layer_types"):
+        kinds = ["sliding_attention" if kind == "L" else "full_attention" for kind in pattern]
+        raw["layer_types"] = (kinds * n_layers)[:n_layers]  # the class cannot read "LLLG"
     outer = _build(config_class, {**raw, "model_type": name})
     text = _text_config(outer)
-    fields = raw if text is outer or outer.is_encoder_decoder else _nested_fields(raw)
-    if not fields:  # a flat file of a class that nests its language model
+    fields = _nested_fields(raw)
+    if text is outer or (outer.is_encoder_decoder and not fields):
+        fields = raw
+    elif not fields:  # a flat file of a class that nests its language model
         text = _build(type(text), {**raw, "model_type": text.model_type})
         fields = raw
     check_fields(fields, text, flat=fields is raw and not hasattr(source, "to_dict"))
@@ -108,6 +124,15 @@ def resolve(source):
         text.mamba_ssm_cache_dtype = "unstated"
     family = model_type if model_type in FACTS["families"] else text.model_type
     return family, outer, text, defaults, fields
+
+
+def _kv_heads_of(blocks, n_heads):
+    """KV heads of every layer of Nemotron-NAS, 0 where its attention is left out."""
+    try:
+        groups = [block["attention"]["n_heads_in_group"] for block in blocks]
+        return [n_heads // group if group else 0 for group in groups]
+    except (KeyError, TypeError) as error:
+        raise CannotEstimate(f"`block_configs` has no `n_heads_in_group`: {error!r}") from error
 
 
 def _mapping():

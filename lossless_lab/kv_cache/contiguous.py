@@ -88,15 +88,23 @@ class LlamaCpp(Allocator):
     n_ubatch: Positive = 512
     n_batch: Positive = 2048
     n_rs_seq: Count = 0  # snapshots of the states beside each, for speculative decoding
-    flash_attn: bool = True
+    flash_attn: bool | None = None  # None: the build's default, on since PR 15434 (Aug 2025)
     swa_full: bool = False
     kv_unified: bool = False
     mla: bool = True  # the file carries the absorbed projections
     swa_cells: Positive | None = None  # what a log says, in place of the rule
 
+    def __post_init__(self):
+        Allocator.__post_init__(self)
+        if self.flash_attn is None:
+            new = self.build >= 6325 or type(self) is not LlamaCpp
+            object.__setattr__(self, "flash_attn", new)
+
     @property
     def build(self) -> int:
         """Build number ("b6123" or 6123); without one, newer than every rule here."""
+        said = f"`version` {self.version!r} is no build number of {self.name}, such as b6500"
+        require("." not in self.version, said)
         digits = re.search(r"\d+", self.version)
         return int(digits[0]) if digits else 10**9
 
@@ -235,6 +243,11 @@ class Ggml(Allocator):
 
     name: ClassVar[str] = "ggml"
     formats: ClassVar[str] = FACTS["engines"]["ggml"]["formats"]
+
+    def part(self, layer, n_layers, geometry, request):
+        """Every query head has K and V of its own, also where the model shares them."""
+        layer = replace(layer, n_kv_heads=geometry.n_heads)
+        return Allocator.part(self, layer, n_layers, geometry, request)
 
     def tokens(self, layer, request):
         """Every position of the context."""

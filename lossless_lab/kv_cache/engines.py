@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, replace
+from typing import get_args
 
 from lossless_lab.kv_cache.allocators import Allocator
 from lossless_lab.kv_cache.checks import kinds_of, require
@@ -57,8 +58,9 @@ def _read(text):
     require(match, f"`engine` {text!r} is unknown; known are {', '.join(ENGINES)}")
     cls = _NAMES[match["name"].lower()]
     found = {"version": match["version"] or ""}
-    if cls is Transformers and "staticcache" in text.lower():
-        found["cache"] = "static"
+    caches = [cache for word, cache in FACTS["cache_words"].items() if word in text.lower()]
+    if cls is Transformers and caches:
+        found["cache"] = caches[0]
     known = {field.name for field in fields(cls)} - {"version"}
     rest = "(" * ("(" in match[0]) + text[match.end() :]  # a bracket opened before the version
     words = re.sub(r"\([^)]*\)?", " ", rest).replace("=", " ").split()
@@ -82,7 +84,7 @@ def _read(text):
 
 def _value(text, kind):
     """A flag's text as a switch, a number, or else the text; the option's check does the rest."""
-    if kind is bool:
+    if bool in (kind, *get_args(kind)):
         switch = {**dict.fromkeys(["1", "on", "true", "auto"], True)}
         return (switch | dict.fromkeys(["0", "off", "false"], False)).get(text.lower(), text)
     for number in (int, float):

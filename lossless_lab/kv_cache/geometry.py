@@ -152,7 +152,8 @@ def _generates(outer, text):
     """Whether transformers generates with this class; an encoder keeps no cache."""
     from transformers.models.auto import modeling_auto as auto
 
-    if hasattr(text, "add_cross_attention") and not getattr(text, "is_decoder", True):
+    encodes = hasattr(text, "add_cross_attention") and not getattr(text, "is_decoder", True)
+    if encodes and not outer.is_encoder_decoder:
         return text.model_type.endswith("_decoder")
     tasks = "CAUSAL_LM SEQ_TO_SEQ_CAUSAL_LM IMAGE_TEXT_TO_TEXT SPEECH_SEQ_2_SEQ MULTIMODAL_LM"
     tables = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks.split()]
@@ -160,28 +161,32 @@ def _generates(outer, text):
     return named or (outer is text and text.model_type.endswith(("_text", "_text_model")))
 
 
-_HEADS = ("num_attention_heads", "num_heads", "n_heads")
+_HEADS = ("num_decoder_attention_heads", "num_attention_heads", "num_heads", "n_heads")
 
 
 def _of_layer(text, index):
     """The config as this layer sees it, where the class lets layers differ."""
     layered = getattr(text, "per_layer_config", None)
-    return layered[index] if layered else text
+    return layered[index] if layered and index < len(layered) else text
 
 
 def _layer_types(text):
     """One cache type per layer: the class's own list, else what its window fields imply."""
     types = getattr(text, "layer_types", None)
     if types is None:
-        n_layers = needed(text, "num_hidden_layers", "num_decoder_layers")
-        kind = "full_attention"
+        n_layers = needed(text, "num_decoder_layers", "num_hidden_layers")
+        kind = "full_attention" if field(text, *_HEADS) else "linear_attention"
         if getattr(text, "sliding_window", None) is not None:
             kind = "sliding_attention"
         elif getattr(text, "attention_chunk_size", None) is not None:
             kind = "chunked_attention"
         types = [kind] * n_layers
     modes = getattr(text, "kv_sharing_modes", None) or [None] * len(types)
-    return ["shared" if mode == "reuse" else kind for kind, mode in zip(types, modes, strict=True)]
+    heads = getattr(text, "kv_heads_by_layer", list(types))
+    listed = isinstance(heads, list) and len(heads) == len(types)
+    require(listed, f"the KV heads of {len(types)} layers are {heads!r:.80}", CannotEstimate)
+    layers = zip(types, modes, heads, strict=True)
+    return ["shared" if mode == "reuse" or not n else kind for kind, mode, n in layers]
 
 
 _ATTENTION = {
@@ -222,7 +227,12 @@ def _attention(text, index, kind):
     value_dim = field(config, "v_head_dim", default=key_dim)
     if field(config, "new_decoder_architecture"):  # Falcon: transformers repeats K and V
         layer["expanded"] = (config.num_attention_heads, key_dim, value_dim)
-    return Layer(n_kv_heads=_kv_heads(config, kind), key_dim=key_dim, value_dim=value_dim, **layer)
+    heads = getattr(text, "kv_heads_by_layer", None)
+    heads = heads[index] if heads else _kv_heads(config, kind)
+    said = f"layer {index} has {needed(config, *_HEADS)} attention heads, no multiple of {heads}"
+    whole = heads > 0 and needed(config, *_HEADS) % heads == 0
+    require(whole, f"{said} KV heads", CannotEstimate)
+    return Layer(n_kv_heads=heads, key_dim=key_dim, value_dim=value_dim, **layer)
 
 
 def _kv_heads(config, kind):
@@ -233,6 +243,8 @@ def _kv_heads(config, kind):
         return config.num_kv_heads
     if family in ("falcon", "gpt_bigcode"):
         return 1 if config.multi_query else heads
+    if family == "mpt" and "multiquery" in config.attn_config.attn_type:
+        return 1
     if family == "dbrx":
         return config.attn_config.kv_n_heads
     if family == "mimo_v2_flash" and kind == "sliding":

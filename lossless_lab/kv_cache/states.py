@@ -94,6 +94,13 @@ def _rg_lru(c):
     return _conv(c.lru_width, c.conv1d_width), _recurrent(c.lru_width)
 
 
+def _rwkv(c):
+    """RWKV: the last inputs of both mixers; numerator, denominator and maximum, or since version 5
+    one matrix per head."""
+    mixed = _recurrent(c.attention_hidden_size, getattr(c, "head_size", 3), dtype="float32")
+    return _recurrent(c.hidden_size, 2, dtype="model"), mixed
+
+
 def states(config) -> tuple[State, ...]:
     """The state tensors of one such layer, for one request."""
     family = (rule for rule, names in FACTS["state_families"].items() if config.model_type in names)
