@@ -71,13 +71,13 @@ class CallableEngine:
         scored = []
         for prompt, output in zip(prompts, outputs, strict=True):
             logits = self._logits([*prompt, *output[:-1]])
-            scored.append(logits[len(prompt) - 1 :])
+            scored.append(logits[len(prompt) - 1 :].clone())
         return scored
 
     def _complete(self, prompt: list[int], n: int, stop: Sequence[int]) -> Completion:
         began, row, steps = time.perf_counter(), list(prompt), []
         for _ in range(n):
-            steps.append(self._logits(row)[-1])
+            steps.append(self._logits(row)[-1].clone())  # it may be a buffer used again
             row.append(int(steps[-1].argmax()))
             if row[-1] in stop:
                 break

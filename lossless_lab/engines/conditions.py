@@ -60,8 +60,10 @@ def own_cache(network: Any, cache: Any) -> dict[str, Any]:
     """The argument of `generate` that carries a cache of one's own, empty; none for a name."""
     if isinstance(cache, str):
         return {}
-    told = inspect.signature(network.forward).parameters
-    return {"cache" if "cache" in told else "past_key_values": cache.build(network.config)}
+    told, built = inspect.signature(network.forward).parameters, cache.build(network.config)
+    if held := int(built.get_seq_length()):
+        raise ValueError(f"`cache`: `build` must give an empty cache, got one of {held} tokens")
+    return {"cache" if "cache" in told else "past_key_values": built}
 
 
 @contextlib.contextmanager

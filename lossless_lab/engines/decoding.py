@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,8 @@ class Decoding:
         penalty = self.repetition_penalty
         _within("repetition_penalty", penalty, "above 0", 0 < penalty < math.inf)
         if self.stop_token_ids is not None:
+            ids = self.stop_token_ids
+            _within("stop_token_ids", ids, "a list of ids", isinstance(ids, Iterable))
             for index, token_id in enumerate(self.stop_token_ids):
                 _whole(f"stop_token_ids[{index}]", token_id, at_least=0)
             object.__setattr__(self, "stop_token_ids", tuple(sorted(set(self.stop_token_ids))))

@@ -91,9 +91,9 @@ def _forward(network: Any, ids: Any, mask: Any, position_ids: Any) -> torch.Tens
 class PaddingFault:
     """What a logits path does wrong with padding, judged against the unpadded truth.
 
-    `fault` is "none", "rounding only", "mask missing", "positions wrong", "read at a pad column"
-    or "unexplained"; `row` is the worst row; `max_abs_difference` its distance to the truth;
-    `unexplained_difference` what the named fault leaves over.
+    `fault` is "none", "rounding only", "mask missing", "pad ids of the text masked", "positions
+    wrong", "read at a pad column" or "unexplained"; `row` is the worst row; `max_abs_difference`
+    its distance to the truth; `unexplained_difference` what the named fault leaves over.
     """
 
     fault: str
@@ -170,15 +170,13 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _reenacted(network: Any, rows: Rows, pad_id: int) -> dict[tuple[str, ...], torch.Tensor]:
     acted = {}
-    for side, masked, own in itertools.product(("left", "right"), (True, False), (True, False)):
-        faults = {
-            "read at a pad column": side == "right",
-            "mask missing": not masked,
-            "positions wrong": not own,
-        }
-        if fault := next((name for name, made in faults.items() if made), ""):
-            ids, mask = pad(rows, pad_id, side=side)
-            where = positions(mask) if own else torch.arange(ids.shape[1]).expand_as(ids)
-            used = mask if masked else torch.ones_like(mask)
-            acted[fault, side, masked, own] = _forward(network, ids, used, where)[:, -1]
+    for side, masked, counted in itertools.product(("left", "right"), range(3), range(3)):
+        ids, mask = pad(rows, pad_id, side=side)
+        masks = {"": mask, "mask missing": torch.ones_like(mask)}
+        masks["pad ids of the text masked"] = (ids != pad_id).long()  # inferred from the ids
+        missed, used = [*masks.items()][masked]
+        where = positions([mask, used, torch.ones_like(mask)][counted])
+        wrong = "" if counted == 0 or (missed and counted == 1) else "positions wrong"
+        if fault := ("read at a pad column" if side == "right" else missed or wrong):
+            acted[fault, side, masked, counted] = _forward(network, ids, used, where)[:, -1]
     return acted

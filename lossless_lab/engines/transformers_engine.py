@@ -82,6 +82,8 @@ class TransformersEngine:
                 "`model` must be a transformers model with `generate`, got "
                 f"{type(self.model).__name__}"
             )
+        if self.network.training:
+            raise ValueError("`model` must be in evaluation mode, dropout off: call `eval()`")
         if self.tokenizer is None:
             object.__setattr__(self, "tokenizer", getattr(self.model, "tokenizer", None))
         if self.cache not in CACHES and not hasattr(self.cache, "build"):

@@ -17,6 +17,7 @@ from lossless_lab.optimizations.entry import patched
 from lossless_lab.pipeline.answers import HALF, multiples
 from lossless_lab.pipeline.controls import in_float32
 from lossless_lab.pipeline.evidence import Evidence
+from lossless_lab.pipeline.partings import against_own_logits, in_common
 from lossless_lab.pipeline.recognition import applied
 from lossless_lab.pipeline.subjects import Live, Subject
 from lossless_lab.prompts import Prompt
@@ -59,14 +60,12 @@ def cause(
         said = f"emitted tokens do not follow the law of the candidate's own logits: {sampled}"
         return said, none
     kinds = set(tokens.frame["kind"]) - {"equal"}
-    said = {
-        "stop_set": str(tokens).split("; ")[-1],
-        "whitespace": "outputs differ in white space only",
-        "length": "one side stops earlier; outputs agree up to there",
-        "text_only": "texts differ, so ids do",
-    }
-    if len(kinds) == 1 and (only := said.get(*kinds)):
-        return only, none
+    if kinds == {"whitespace"}:
+        return "outputs differ in white space only", none
+    if kinds and (told := in_common(evidence) or against_own_logits(evidence)):
+        return told, none
+    if kinds == {"text_only"}:
+        return "texts differ, so ids do", none
     beside = _beside(evidence, answers, floor)
     if tokens.n_prompts_differing == 0:
         return (f"{beside}, ids the same" if beside else ""), none
@@ -78,8 +77,11 @@ def cause(
         told = [found, _expected(risk, tokens), *_told(partings), beside]
         return "; ".join(filter(None, told)), partings
     margin = _margins(tokens.frame) if greedy else ""
+    law = next(a.word for a in answers if a.level == "1c")
     if control:
         found = control
+    elif not greedy and law in ("PROVEN", "EQUIVALENT"):
+        found = "sampled ids part by other random numbers: a seed, a batch, a number of draws"
     elif floor is None:
         return (f"outputs part{margin}" if margin else ""), none
     elif greedy and _bridged(tokens.frame["reference_margin"].dropna(), floor):

@@ -21,9 +21,11 @@ from lossless_lab.engines.variants import harmless_variants
 from lossless_lab.numerical.flips import FlipRisk, flip_risk, top_two
 from lossless_lab.numerical.noise import NO_LAW, NoiseFloor, centred_peak, centred_rms, noise_floor
 from lossless_lab.numerical.parts import compiled_parts
+from lossless_lab.numerical.tokens import first_divergence
 from lossless_lab.numerical.twins import distance_in_float64, twin
 from lossless_lab.optimizations.entry import copied, patched
-from lossless_lab.pipeline.subjects import Live
+from lossless_lab.pipeline.evidence import Evidence
+from lossless_lab.pipeline.subjects import Live, Subject
 from lossless_lab.prompts import Prompt
 
 Rows = Sequence[Sequence[int]]
@@ -192,6 +194,23 @@ def _one_pass(
             given = [whole[i] for i in rows]
             found += forward_logits(engine.network, given, extra=columns, pad_id=engine.pad_id)
     return [logits[-len(o) :] for logits, o in zip(found, outputs, strict=True)]
+
+
+def not_repeated(sides: Sequence[Subject], evidence: Evidence) -> str:
+    """Which side answers a greedy batch otherwise when asked again; "" where both repeat it."""
+    tokens, decoding, prompts = evidence.tokens, evidence.decoding, evidence.prompts
+    first, outputs = tokens.frame["ids_equal"].argmin(), (evidence.reference, evidence.candidate)
+    stops = (tokens.reference_stop_ids, tokens.candidate_stop_ids)
+    for side, own, ends in zip(sides, outputs, stops, strict=True):
+        if isinstance(side, Live) and decoding.greedy and decoding.n_samples == 1:
+            start = first - first % side.engine.batch_size
+            asked = prompts[start : start + side.engine.batch_size]
+            again = side.complete(asked, replace(decoding, stop_token_ids=ends))
+            for i, now in enumerate(again, start):
+                if (at := first_divergence(own[i].output_ids, now.output_ids)) is not None:
+                    told = f"prompt {prompts[i].id!r} asked again differs from token {at} on"
+                    return f"{side.name} does not repeat itself: {told}, by chance or by a cache"
+    return ""
 
 
 def in_float32(subject: Live) -> Live:

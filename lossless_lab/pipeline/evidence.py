@@ -49,6 +49,14 @@ class Evidence:
         default_factory=dict
     )
 
+    @property
+    def one_recording(self) -> bool:
+        """Whether both sides hold the same, down to the time that each output took."""
+        pairs = zip(self.reference, self.candidate, strict=True)
+        bits = self.positions.empty or self.positions["bitwise_equal"].all()
+        equal = bits and self.tokens.frame["ids_equal"].all()
+        return bool(equal and all(a.timings and a.timings == b.timings for a, b in pairs))
+
     def without_logits(self) -> Evidence:
         """The same without what is large."""
         own = tuple(replace(c, logits=None) for c in self.candidate)

@@ -22,8 +22,9 @@ from lossless_lab.optimizations.entry import VACUOUS
 from lossless_lab.pipeline import answers, triage
 from lossless_lab.pipeline.asked import decoding_for, distinct, prompts_for, require_memory
 from lossless_lab.pipeline.causes import cause, no_law
-from lossless_lab.pipeline.controls import measured_floor, measured_risk
+from lossless_lab.pipeline.controls import measured_floor, measured_risk, not_repeated
 from lossless_lab.pipeline.evidence import Evidence, dtype_of, gather, sampler_of, supporting
+from lossless_lab.pipeline.partings import against_own_logits
 from lossless_lab.pipeline.recognition import applied, as_subject, tokenizer_of
 from lossless_lab.pipeline.subjects import Live, Stored, Subject
 from lossless_lab.statistical.divergences import distribution
@@ -176,6 +177,9 @@ class Study:
             return uniform("VACUOUS", why, witness="none", **common)
         progress("outputs")
         evidence = self._gather(candidate, decoding)
+        told = [getattr(side, "manifest", side) for side in (self.reference, candidate)]
+        if told[0] == told[1] and evidence.one_recording:
+            return uniform("VACUOUS", "both sides are one and the same recording", **common)
         lawless = no_law(evidence, "reference")
         floor, positions = None, evidence.positions
         if not lawless and len(positions) and not positions["bitwise_equal"].all():
@@ -225,8 +229,8 @@ class Study:
             return ""
         try:
             return f" (outputs compared all the same: {self._gather(candidate, decoding).tokens})"
-        except ValueError:
-            return ""
+        except ValueError as error:
+            return f" ({error})"
 
     def _concluded(
         self, candidate: Subject, evidence: Evidence, floor: NoiseFloor | None, progress: Callable
@@ -247,6 +251,12 @@ class Study:
         why, partings = cause(
             *sides, evidence, given, floor=floor, risk=risk, sampled=sampled, progress=progress
         )
+        if against_own_logits(evidence):
+            given = answers.demoted(given, "DIFFERENT", ("2",))
+        if unstable := not_repeated(sides, evidence):
+            shown = tuple(a.level for a in given if a.exit_code == 0)
+            given = answers.demoted(given, "INCONCLUSIVE", shown)
+            why = f"{unstable}; {why}" if why else unstable
         entry = candidate.optimization
         if entry and entry.rule and self.decoding.greedy:
             given = answers.without_rule(given, entry.rule)

@@ -68,7 +68,10 @@ class Live:
         if unknown := [p.id for p in prompts if p.ids is None]:
             raise NotEvidence(f"token ids of prompt {unknown[0]!r} are not known; give `prompts`")
         ids = [prompt.ids for prompt in prompts]
-        return [c for _, rows in complete(self.engine, ids, decoding) for c in rows]
+        found = [c for _, rows in complete(self.engine, ids, decoding) for c in rows]
+        if len(found) != (n := len(ids) * decoding.n_samples):
+            raise NotEvidence(f"{self.name} must give {n} completions, got {len(found)}")
+        return found
 
     def along(
         self, own: Sequence[Completion], given: Sequence[Sequence[int]]
@@ -81,6 +84,9 @@ class Live:
             else:
                 inputs = [own[i].prompt_ids for i in rows]
                 found += self.engine.score(inputs, [given[i] for i in rows])
+        for logits, ids in zip(found, given, strict=True):
+            if logits is not None and len(logits) < len(ids):
+                raise NotEvidence(f"{self.name} must score {len(ids)} ids, got {len(logits)} rows")
         return found
 
 

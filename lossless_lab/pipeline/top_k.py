@@ -38,8 +38,9 @@ def compare_top_k(reference: str | Path, candidate: str | Path) -> pd.DataFrame:
     for own in runs[0].records:
         key = own.prompt_id, own.sample_index, own.prompt_ids
         pair = own, theirs.get(key)
-        if pair[1] is None or not all(r.top_logprobs for r in pair):
-            told = "be in both runs with the same ids and top_logprobs"
+        lists = [len(r.top_logprobs or ()) - len(r.output_ids or ()) for r in pair if r]
+        if lists != [0, 0] or not own.top_logprobs:
+            told = "be in both runs with the same ids and top_logprobs, one list per token"
             raise ValueError(f"prompt {key[0]!r}, sample {key[1]} must {told}; it is not")
         n = shared_positions(*(r.output_ids for r in pair))
         for i, tops in enumerate(zip(*(r.top_logprobs[:n] for r in pair), strict=True)):
