@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from .nonfinite import same_bits
 from .parts import Place, decoder_layers, parts_of
 
 Inputs = dict[str, torch.Tensor]
@@ -176,7 +178,7 @@ def observer_effect(
     parts = parts_of(network) if modules else None
     with capture(network, lambda place, stream: None, parts=parts):
         watched = forward(network, inputs)
-    if torch.equal(without, watched):
+    if same_bits(without, watched):
         return 0.0
     return float((without.double() - watched.double()).abs().max())
 
@@ -190,8 +192,11 @@ def model_inputs(ids: torch.Tensor, mask: torch.Tensor | None) -> Inputs:
     [[0, 0, 1]]
     """
     ids = torch.as_tensor(ids)
-    if ids.ndim != 2 or ids.numel() == 0:
-        raise ValueError(f"`input_ids` must be [batch_size, seq_len]; got {tuple(ids.shape)}")
+    if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point():
+        raise ValueError(
+            "`input_ids`, whole numbers, must be [batch_size, seq_len]; got "
+            f"{tuple(ids.shape)} of {ids.dtype}"
+        )
     if mask is None:
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
     mask = torch.as_tensor(mask)
@@ -200,6 +205,8 @@ def model_inputs(ids: torch.Tensor, mask: torch.Tensor | None) -> Inputs:
             f"`attention_mask` must have the shape of `input_ids`, {tuple(ids.shape)}; "
             f"got {tuple(mask.shape)}"
         )
+    if not (mask.any() and ((mask == 0) | (mask == 1)).all()):
+        raise ValueError("`attention_mask` must be 1 where a token counts, somewhere, else 0")
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
@@ -208,6 +215,9 @@ def forward(network: nn.Module, inputs: Inputs) -> torch.Tensor:
     """Logits [batch_size, seq_len, vocab_size] of one uncached pass, on the network's device."""
     if network.training:
         raise ValueError(f"{type(network).__name__} must be in eval mode: call `.eval()` first")
+    for name, module in network.named_modules():
+        if isinstance(module, _DropoutNd) and module.training and module.p:
+            raise ValueError(f"`{name}` is in train mode and drops at random: call `.eval()` first")
     embedding = getattr(network.get_input_embeddings(), "num_embeddings", math.inf)
     if not 0 <= int(inputs["input_ids"].min()) <= int(inputs["input_ids"].max()) < embedding:
         raise ValueError(

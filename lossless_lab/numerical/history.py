@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from ..results import Result
+from .nonfinite import same_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def call_history(
     >>> call_history(stateful, [torch.zeros(1), torch.ones(1)]).independent
     False
     """
-    if len(inputs) < 2 or any(_same(x, y) for i, x in enumerate(inputs) for y in inputs[:i]):
+    if len(inputs) < 2 or any(same_bits(x, y) for i, x in enumerate(inputs) for y in inputs[:i]):
         raise ValueError(f"`inputs` must hold two different ones or more; got {len(inputs)}")
     returned: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # input, output, its copy
 
@@ -120,20 +121,12 @@ def call_history(
             if before != previous:
                 ask(previous)
             again, before = ask(i), i
-            if not _same(again, first[i]):
+            if not same_bits(again, first[i]):
                 changed.append((i, previous, _distance(again, first[i])))
-    overwritten = {i for i, output, copy in returned if not _same(output, copy)}
+    overwritten = {i for i, output, copy in returned if not same_bits(output, copy)}
     return History(
         n_calls=len(returned), changed=tuple(changed), overwritten=tuple(sorted(overwritten))
     )
-
-
-def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """One shape and dtype, and the same bits but for kinds of NaN."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    equal = ((x == y) & (x.signbit() == y.signbit())) | ((x != x) & (y != y))
-    return bool(equal.all())
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

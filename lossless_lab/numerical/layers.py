@@ -1,6 +1,7 @@
 """Drift of the residual stream, and of the parts of each layer, between two models."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..results import Result
 from .capture import forward, kept, lockstep, model_inputs
-from .nonfinite import Nonfinite, count_nonfinite
+from .nonfinite import Nonfinite, count_nonfinite, same_bits
 from .parts import Place, compiled_parts, decoder_layers, paired_layers, parts_of
 from .tensors import error_sums
 
@@ -106,7 +107,8 @@ def compare_layers(
         ("residual", "logits"; with `modules` also "attention", "mlp", "norm …", and "block …" where
         names tell nothing, as `parts_of` lists them), rms_difference, rms_reference, relative_rms,
         max_abs_difference, sqnr_db = −20 log10 relative_rms, cosine, n_positions; sums in float64
-        over positions and features. A NaN in a layer makes its figures NaN.
+        over positions and features. A NaN in a layer makes its figures NaN; where both sides
+        hold the same bits all the same, max_abs_difference is 0.
 
     Raises
     ------
@@ -151,6 +153,7 @@ def compare_layers(
         rows.append({"layer": layer, "module": module, **figures, "n_positions": len(x)})
         if not math.isfinite(figures["max_abs_difference"]):
             found[place] = count_nonfinite(x, y)
+            rows[-1] |= {"max_abs_difference": 0.0} if same_bits(x, y) else {}
         if module == "logits":
             ends.extend((x, y))
 
@@ -176,11 +179,16 @@ def compare_layers(
 def _paired_parts(
     reference: nn.Module, candidate: nn.Module, pairs: Mapping[int, int]
 ) -> dict[Place, Place]:
-    """Parts of paired layers that both sides have under one name."""
+    """Parts of paired layers that both sides have under one name, each in one layer alone."""
     ends = (len(decoder_layers(m)) + 1 for m in (reference, candidate))
-    layers, there = dict(pairs) | dict([tuple(ends)]), parts_of(candidate)
-    both = {(i, part): (layers.get(i), part) for i, part in parts_of(reference)}
-    return {place: other for place, other in both.items() if other in there}
+    layers, own, there = dict(pairs) | dict([tuple(ends)]), parts_of(reference), parts_of(candidate)
+    both = {(i, part): (layers.get(i), part) for i, part in own}
+    uses = [Counter(map(id, found.values())) for found in (own, there)]
+    return {
+        place: other
+        for place, other in both.items()
+        if other in there and uses[0][id(own[place])] == uses[1][id(there[other])] == 1
+    }
 
 
 def _part_notes(
@@ -195,7 +203,7 @@ def _part_notes(
         layer, part = absent[0]
         yield (
             f"{len(absent)} parts not compared, first {part} of layer {layer}: not run by both "
-            "sides under that name and size"
+            "sides under that name and size, or shared by layers"
         )
 
 

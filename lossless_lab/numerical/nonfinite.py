@@ -109,6 +109,14 @@ def largest(values: np.ndarray | list[float]) -> float:
     return float(np.max(np.asarray(values, dtype=np.float64)))
 
 
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """One shape and dtype, and the same bits but for kinds of NaN."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    equal = ((x == y) & (x.signbit() == y.signbit())) | ((x != x) & (y != y))
+    return bool(equal.all())
+
+
 _KINDS = ("nan", "+inf", "-inf")
 
 

@@ -24,8 +24,11 @@ def decoder_layers(network: nn.Module) -> nn.ModuleList:
     Raises
     ------
     ValueError
-        When there is none, with the ModuleLists that there are; or one block is used twice.
+        When there is none, with the ModuleLists that there are; one block is used twice; or
+        this is no Hugging Face model.
     """
+    if not hasattr(network, "config"):
+        raise ValueError(f"a Hugging Face model is needed; got {type(network).__name__}")
     lists = {name: m for name, m in network.named_modules() if isinstance(m, nn.ModuleList)}
     config = network.config
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -59,7 +59,7 @@ class Refereed(Result):
         low, high = self.confidence_interval
         related = " that share their context, so the interval is too narrow"
         small = 1 / MARGIN < self.ratio < MARGIN and self.word in ("nearer the truth", "farther")
-        luck = ", a step that another order of sums can make by luck" if small else ""
+        luck = ", a small step, which twins of some models make by luck" if small else ""
         return (
             f"{self.word}: RMS error to fp64 {right:.3g} against the reference's {left:.3g}, ratio "
             f"{self.ratio:.3g} (95 % {low:.3g} to {high:.3g}) over {self.n_units} "
@@ -87,7 +87,8 @@ def against_referee(
     ----------
     reference, candidate : models in eval mode, results of `load`, or callables from ids
         [batch_size, seq_len] to logits [batch_size, seq_len, vocab_size]
-    input_ids : [batch_size, seq_len] token ids; rows are taken as independent prompts.
+    input_ids : [batch_size, seq_len] token ids; rows are taken as independent prompts, equal
+        ones as one.
     attention_mask : [batch_size, seq_len], 1 where a token counts. Callables do not see it.
     truth : network whose fp64 run is the truth; by default the reference's. For quantised
         weights pass the dequantised network, to tell error of the arithmetic from error of the
@@ -143,8 +144,10 @@ def _judged(frame: pd.DataFrame) -> Refereed:
     """The word, from the errors of each position."""
     errors = frame[["reference_rms", "candidate_rms"]]
     bad = {side: int((~np.isfinite(frame[f"{side}_rms"])).sum()) for side in _SIDES}
-    unit = "row" if frame["row"].nunique() >= MIN_ROWS else "position"
-    units = errors.pow(2).groupby(frame["row"]).mean().pow(0.5) if unit == "row" else errors
+    rows = errors.pow(2).groupby(frame["row"]).mean().pow(0.5)
+    rows = rows[~rows.duplicated()]  # a prompt given twice is one
+    unit = "row" if len(rows) >= MIN_ROWS else "position"
+    units = rows if unit == "row" else errors[frame["row"].isin(rows.index)]
     low, ratio, high = _mean_ratio(units) if not any(bad.values()) else (np.nan,) * 3
     if any(bad.values()):
         worse = np.sign(bad["candidate"] - bad["reference"]) if 0 in bad.values() else 0

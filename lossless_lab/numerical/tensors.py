@@ -89,9 +89,9 @@ class TensorDifference(Result):
 
     @property
     def answer(self) -> str:
-        """ "equal", "not finite" (NaN or inf on one side, or nothing else), "bias" (either test, each at 2.5 %),
-        "no bias found", or "undecided" (fewer than two units, or than 7 that are all alike, which a
-        coin makes as well).
+        """ "equal", "not finite" (NaN or inf on one side, or nothing else), "bias" (either test,
+        each at 2.5 %), "no bias found", or "undecided" (fewer than two units, or than 7 that are
+        all alike, as coins often are).
         """
         if self.nonfinite.first is not None or not self.sums.n:
             return "not finite"

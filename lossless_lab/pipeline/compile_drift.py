@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ import torch
 
 from lossless_lab.numerical.capture import forward, model_inputs
 from lossless_lab.numerical.noise import centred_rms
+from lossless_lab.numerical.nonfinite import same_bits
 from lossless_lab.numerical.referee import against_referee, referee
 from lossless_lab.optimizations import Optimization, compilation
 from lossless_lab.optimizations.entry import copied
@@ -29,8 +31,8 @@ class CompileDrift(Result):
     frame : DataFrame
         One row per stage: stage, logit_rms (largest over positions, centred, against eager),
         bitwise_equal, eager_error and compiled_error (RMS to float64), word (against_referee),
-        graphs, graph_breaks, recompilations (after a call with another length), compile_s, run_s,
-        eager_s.
+        graphs, graph_breaks, recompilations (after a call with another length), compile_s, run_s
+        and eager_s (medians of five calls, in turns).
     region : "whole" or what else was compiled, a different program from the whole.
     """
 
@@ -80,14 +82,15 @@ def compile_drift(
     KeyError
         For an unknown stage.
     ValueError
-        For a network that is patched or compiled already.
+        For a network that is patched or compiled already, shorter rows, and no stages.
     """
     network = getattr(model, "network", model)
     inputs = model_inputs(input_ids, None)
-    forward(network, inputs)  # the first call of a process is slower
-    began = time.perf_counter()
+    if inputs["input_ids"].shape[1] < 3:
+        raise ValueError("`input_ids` must be at least 3 long, for a call with another length")
+    if isinstance(stages, str) or not stages:
+        raise ValueError(f"`stages` must be a list of one name or more; got {stages!r}")
     eager = forward(network, inputs)
-    eager_s = time.perf_counter() - began
     truth, rows = referee(network), []
     for name in stages:
         progress(f"compile: {name}")
@@ -99,11 +102,10 @@ def compile_drift(
             {
                 "stage": name,
                 "logit_rms": float(moved.max()),
-                "bitwise_equal": bool(torch.equal(eager, logits)),
+                "bitwise_equal": same_bits(eager, logits),
                 **_errors(judged.frame),
                 "word": judged.word,
                 **work,
-                "eager_s": eager_s,
             }
         )
     torch._dynamo.reset()
@@ -121,13 +123,10 @@ def _compiled(network: Any, entry: Optimization, inputs: dict) -> tuple[Any, dic
     candidate, _ = entry.transform(copied(network))
     shorter = {name: x[:, :-1] for name, x in inputs.items()}
     with compilation.counted() as counters:
-        began = time.perf_counter()
-        forward(candidate, inputs)
-        compile_s = time.perf_counter() - began
+        compile_s = _seconds(candidate, inputs)
         first = counters()
-        began = time.perf_counter()
-        forward(candidate, inputs)
-        run_s = time.perf_counter() - began
+        calls = [[_seconds(side, inputs) for side in (candidate, network)] for _ in range(5)]
+        run_s, eager_s = map(median, zip(*calls, strict=True))
         forward(candidate, shorter)
         later = counters()
     return candidate, {
@@ -136,4 +135,11 @@ def _compiled(network: Any, entry: Optimization, inputs: dict) -> tuple[Any, dic
         "recompilations": later.graphs - first.graphs,
         "compile_s": compile_s - run_s,
         "run_s": run_s,
+        "eager_s": eager_s,
     }
+
+
+def _seconds(network: Any, inputs: dict) -> float:
+    began = time.perf_counter()
+    forward(network, inputs)
+    return time.perf_counter() - began
