@@ -14,7 +14,7 @@ from .theme import COLOURS, axes, style
 ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}  # where a legend stands
 
 
-def chart(*columns: str, above: bool = True, **look):
+def chart(*columns: str, above: bool = True, anew: str = "", **look):
     """Decorator of a chart: checks the frame, sets the style, makes axes, adds the legend.
 
     What it decorates draws on the axes that it is handed; the chart returns them.
@@ -23,6 +23,7 @@ def chart(*columns: str, above: bool = True, **look):
     ----------
     columns : what the frame must have.
     above : whether the legend stands above the axes; there is none where nothing has a label.
+    anew : "texts", "collections" or "containers" if those are drawn anew each time.
     look : of the legend.
     """
 
@@ -38,6 +39,8 @@ def chart(*columns: str, above: bool = True, **look):
                 raise ValueError(f"`frame` of {draw.__name__} must have rows; it has none")
             with style():
                 ax = axes() if ax is None else ax
+                for artist in list(getattr(ax, anew, ())):
+                    artist.remove()
                 draw(frame, ax=ax, **options)
                 legend(ax, **(ABOVE if above else {}) | look)
             return ax

@@ -82,7 +82,7 @@ def kv_cache_growth(
     ax.set(xlabel="context (tokens, k = 1,024, log scale)", ylabel="KV cache (GiB, log scale)")
 
 
-@chart("batch_size", "part", "bytes", "measured_bytes", ncols=3)
+@chart("batch_size", "part", "bytes", "measured_bytes", anew="containers", ncols=3)
 def memory_ramp(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """What each part is expected to add at every batch size, and the memory that was measured.
 

@@ -8,10 +8,10 @@ from matplotlib.ticker import PercentFormatter
 from .artists import band, bars, chart, fit_log_axis, line, logarithmic
 from .theme import COLOURS
 
+_RIGHT = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
 
-@chart(
-    "stage", "logit_rms", "eager_error", "compiled_error", loc="lower right", bbox_to_anchor=(1, 1)
-)
+
+@chart("stage", "logit_rms", "eager_error", "compiled_error", anew="texts", **_RIGHT)
 def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Error to float64 after each stage of compilation, beside that of eager code.
 
@@ -28,17 +28,15 @@ def drift_by_stage(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(places, frame["stage"])
     ax.set(xlabel="RMS error to float64 (logits)", xlim=(0, 1.35 * max(eager, *width)))
     ax.tick_params(axis="y", length=0)
-    for text in [t for t in ax.texts if t.get_gid() == "moved"]:
-        text.remove()
     for y, x, moved in zip(places, width, frame["logit_rms"], strict=True):
         said = " = eager, bit by bit" if moved == 0 else f" ≤ {moved:.2g} from eager"
-        ax.text(max(x, eager), y, said, va="center", fontsize="x-small", gid="moved")
+        ax.text(max(x, eager), y, said, va="center", fontsize="x-small")
 
 
 _SIDES = ("reference", "float64"), ("candidate", "float64"), ("reference", "candidate")
 
 
-@chart("side", "rms")
+@chart("side", "rms", anew="texts")
 def error_triangle(
     frame: pd.DataFrame,
     *,
@@ -63,8 +61,6 @@ def error_triangle(
     x, y = zip(*corners.values(), strict=True)
     outline = {"color": COLOURS["guide"], "linewidth": 1.2, "zorder": 1}
     line(ax, "outline", [*x, x[0]], [*y, y[0]], **outline)
-    for text in list(ax.texts):
-        text.remove()
     look = {"ha": "center", "fontsize": "small"}
     for name, place, said in zip(corners, corners.values(), (*names, "float64"), strict=True):
         colour = COLOURS.get(name, "black")
@@ -81,7 +77,7 @@ def error_triangle(
     ax.set_axis_off()
 
 
-@chart("bin", "share", "near_zero", "count", above=False, loc="upper right")
+@chart("bin", "share", "near_zero", "count", anew="containers", above=False, loc="upper right")
 def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") -> Axes:
     """Share of elements by their distance in rounding steps.
 
@@ -95,8 +91,6 @@ def ulp_bars(frame: pd.DataFrame, *, ax: Axes | None = None, dtype: str = "") ->
     frame = _folded(frame)
     small = (frame["near_zero"] / total).to_numpy(dtype=float)
     large = frame["share"].to_numpy(dtype=float) - small
-    for container in list(ax.containers):
-        container.remove()
     places = np.arange(len(frame))
     ax.bar(places, large, color=COLOURS["candidate"], label="value")
     ax.bar(places, small, bottom=large, color=COLOURS["floor"], label="value near 0")

@@ -13,7 +13,7 @@ from .artists import chart, line
 from .theme import COLOURS
 
 
-@chart("format", "bits_per_weight", "mean_kl_nats")
+@chart("format", "bits_per_weight", "mean_kl_nats", anew="collections")
 def format_ladder(
     frame: pd.DataFrame, *, ax: Axes | None = None, floors: Mapping[str, float] | None = None
 ) -> Axes:
@@ -27,8 +27,6 @@ def format_ladder(
     """
     frame = frame.round({"bits_per_weight": 2})  # as is written
     frame = frame.sort_values(["bits_per_weight", "mean_kl_nats"], ascending=[False, True])
-    for artist in list(ax.collections):
-        artist.remove()
     x, y = frame["mean_kl_nats"].to_numpy(dtype=float), np.arange(len(frame))
     ax.set_xscale("log")
     if {"low", "high"} <= set(frame):

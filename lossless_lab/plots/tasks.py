@@ -25,7 +25,7 @@ def margin_by_items(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("loss ruled out (points, log scale)")
 
 
-@chart("candidate", "category", "estimate", "low", "high", ncols=3)
+@chart("candidate", "category", "estimate", "low", "high", anew="collections", ncols=3)
 def task_changes(
     frame: pd.DataFrame,
     *,
@@ -43,8 +43,6 @@ def task_changes(
     """
     categories = list(dict.fromkeys(frame["category"]))
     names = list(dict.fromkeys(frame["candidate"]))
-    for artist in list(ax.collections):
-        artist.remove()
     for i, name in enumerate(names):
         rows = frame[frame["candidate"] == name]
         y = rows["category"].map(categories.index) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
