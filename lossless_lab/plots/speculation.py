@@ -47,8 +47,8 @@ def convergence(frame: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     if {"null_low", "null_high"} <= set(frame):
         null = frame.drop_duplicates("n").sort_values("n")
         look = {"color": COLOURS["floor"], "alpha": 0.6, "linewidth": 0}
-        look["label"] = "draws from the law itself, 95 %"
         band(ax, "null", null["n"], null["null_low"], null["null_high"], **look)
+        ax.fill_between([], [], label="draws from the law itself, 95 %", **look)
     for name, rows in frame.groupby("sampler", sort=False):
         drawn = line(ax, str(name), rows["n"], rows["total_variation"], marker=".", label=str(name))
         exact = rows["exact"].iloc[0] if "exact" in rows else 0
