@@ -278,7 +278,7 @@ def test_a_log_probability_that_was_not_reported_is_no_number():
     for missing in (None, math.nan):
         with pytest.raises(ValueError, match="`candidate_top` must hold ln p of one law"):
             kl_lower_bound([(0, -0.1)], [(0, missing)])
-    impossible = kl_lower_bound([(0, -0.1), (1, -math.inf)], [(0, -0.1), (1, -3.0)])
+    impossible = kl_lower_bound([(0, -0.1), (1, -math.inf)], [(0, -0.1), (1, -3.0)], rounding=0.0)
     rest = 1 - math.exp(-0.1)
     assert impossible.nats == pytest.approx(rest * math.log(rest / (rest - math.exp(-3))), rel=1e-9)
 
@@ -555,6 +555,28 @@ def test_merging_scales_by_alpha_over_r():
         assert np.abs(w + scaling * b @ a - right).max() > 0.1
     with pytest.raises(ValueError, match="`r` must be at least 1; got 0"):
         with_adapters(build_t0(), r=0)
+
+
+def test_an_adapter_merged_into_a_pruned_base_fills_its_zeros():
+    entry = merged()
+
+    def said(base):
+        changed = entry.apply(with_adapters(base)).network
+        return entry.witness(SimpleNamespace(network=changed)), sparsity(changed)
+
+    whole, pruned = build_t0(), find("magnitude-50").apply(build_t0()).network
+    assert said(whole)[0] == "9 adapters merged, none left"
+    text, left = said(pruned)
+    assert f"{WARNING}50% of their weights, pruned" in text and left < sparsity(pruned) - 0.05
+
+
+def test_zeros_of_pruned_weights_stay_in_every_format_that_has_a_zero():
+    """llama.cpp's q4_1 and q5_1 store a smallest value and steps from there, seldom to 0."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 256, generator=rng) + 0.3
+    x[torch.rand(x.shape, generator=rng) < 0.5] = 0
+    lost = {name for name in FORMATS if ((round_to(x, name) != 0) & (x == 0)).any()}
+    assert lost == {"q4_1", "q5_1"}
 
 
 def test_weights_beyond_float16_are_named():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lossless_lab.number_formats import Format, GgufFormat, number_format, round_to
-from lossless_lab.optimizations.entry import VACUOUS, Optimization, copied
+from lossless_lab.optimizations.entry import VACUOUS, WARNING, Optimization, copied
 from lossless_lab.optimizations.witness import Observation
 
 
@@ -73,7 +73,7 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
         found = _adapters(changed)
         if not found:
             raise ValueError("`network` has no adapter to merge")
-        changed.adapters_idle = True
+        changed.adapters_idle, zeros, total = True, 0, 0
         for name, module in found.items():
             base = module.base_layer
             for other, m in changed.named_modules():
@@ -86,8 +86,10 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
                 with torch.no_grad():
                     base.weight.copy_(round_to(base.weight, fmt.fitted(base.weight.shape[1])))
             changed.adapters_idle &= not adds and torch.equal(before, base.weight)
+            zeros += int((base.weight[before == 0] != 0).sum())
+            total += before.numel()
             changed.set_submodule(name, base)
-        changed.adapters_merged = len(found)
+        changed.adapters_merged, changed.zeros_filled = len(found), zeros / total
         return changed, {}
 
     def witness(seen: Observation) -> str:
@@ -96,7 +98,9 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
             return ""
         if seen.network.adapters_idle:
             return f"{VACUOUS}the {n} adapters added nothing; no weight was changed"
-        return f"{n} adapters merged, none left"
+        said, filled = f"{n} adapters merged, none left", getattr(seen.network, "zeros_filled", 0)
+        lost = f"; {WARNING}{filled:.0%} of their weights, pruned or quantised to 0, no longer are"
+        return said + lost * (filled > 0.01)
 
     return Optimization(
         name="merge-adapters" if fmt is None else f"merge-adapters-{fmt.name}",
