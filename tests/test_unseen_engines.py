@@ -239,6 +239,19 @@ def test_an_output_buffer_that_is_used_again_keeps_what_was_read(t0):
         assert torch.equal(own, other)
 
 
+def test_a_function_may_return_what_a_network_returns_without_names(t0):
+    found = ask(lambda ids: t0(ids).logits, lambda ids: t0(ids, return_dict=False))
+    assert found["1b"].word == found["2"].word == "PROVEN"
+
+
+def test_an_engine_that_cannot_score_is_told_so(t0):
+    class Blind:
+        batch_size, generate = 1, None
+
+    with pytest.raises(ValueError, match=r"an engine \(with generate and score\).*got Blind"):
+        ask(t0, Blind())
+
+
 class Warm(Loop):
     """A server whose second answer to a prompt comes from its prefix cache and flips a tie."""
 

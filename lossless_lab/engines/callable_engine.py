@@ -98,6 +98,8 @@ class CallableEngine:
         with torch.no_grad():
             found = self.function(torch.tensor([row]))
         logits = getattr(found, "logits", found)
+        if isinstance(logits, tuple) and isinstance(logits[0], torch.Tensor):
+            logits = logits[0]  # what a network returns without names
         if isinstance(logits, np.ndarray | list | tuple):
             logits = torch.as_tensor(np.asarray(logits))
         told = type(logits).__name__

@@ -56,8 +56,9 @@ def as_subject(given: Any, *, name: str = "", tokenizer: Any = None) -> Subject:
         engine = CallableEngine(function=given, name=name, tokenizer=tokenizer)
         return Live(name=name, engine=engine)
     raise NotEvidence(
-        "a subject must be an engine, a model, a candidate, a module, a run folder, a .safetensors "
-        f"file of logits or a function from ids to logits; got {type(given).__name__}"
+        "a subject must be an engine (with generate and score), a model, a candidate, a module, a "
+        "run folder, a .safetensors file of logits or a function from ids to logits; got "
+        f"{type(given).__name__}"
     )
 
 
