@@ -28,6 +28,16 @@ GEMMA4_31B = {"model_type": "gemma4_text", "num_hidden_layers": 60, "num_attenti
               "num_key_value_heads": 16, "num_global_key_value_heads": 4, "head_dim": 256,
               "global_head_dim": 512, "hidden_size": 5376, "sliding_window": 1024,
               "attention_k_eq_v": True, "num_kv_shared_layers": 0}  # fmt: skip
+GEMMA4_12B = {**GEMMA4_31B, "num_hidden_layers": 48, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "num_global_key_value_heads": 1,
+              "hidden_size": 3840}  # fmt: skip
+GEMMA4_E4B = {**GEMMA4_31B, "num_hidden_layers": 42, "num_attention_heads": 8,
+              "num_key_value_heads": 2, "num_global_key_value_heads": None, "hidden_size": 2560,
+              "sliding_window": 512, "attention_k_eq_v": False,
+              "num_kv_shared_layers": 18}  # fmt: skip
+TRINITY = {"model_type": "afmoe", "num_hidden_layers": 56, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 1024,
+           "sliding_window": 2048}  # fmt: skip
 LING = {"model_type": "deepseek_v3", "num_hidden_layers": 6, "num_attention_heads": 16,
         "num_key_value_heads": 16, "hidden_size": 2048, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # fmt: skip
@@ -75,6 +85,15 @@ LOGGED = [  # config, arguments, part, MiB, the half of its last digit, source
      "size = 77.06 MiB (4 cells, 24 layers, 4 seqs), R (f32): 5.06 MiB, S (f32): 72.00 MiB"),
     ("qwen3.5-27b", "llama.cpp", {"seq_len": 2048, "batch_size": 4, "n_rs_seq": 2}, "state",
      1795.5, 0.005, "size = 1795.50 MiB (4 cells, 64 layers, 4 seqs 2 rs_seq)"),
+    (TRINITY, "llama.cpp", {"seq_len": 131072, "dtype": "f16"}, None, 1792 + 105, 0.005,
+     "Trinity Nano: 1792.00 MiB (131072 cells, 14 layers) + 105.00 MiB (2560 cells, 42 layers)"),
+    (GEMMA4_12B, "llama.cpp", {"seq_len": 2048, "batch_size": 4, "kv_unified": True,
+     "dtype": "q8_0"}, None, 68 + 765, 0.005,
+     "Gemma 4 12B: 68.00 MiB (8192 cells, 8 layers) + 765.00 MiB (4608 cells, 40 layers, 4/1)"),
+    (GPT_OSS, "llama.cpp -ub 128 -ctk q8_0 -ctv q8_0", {"seq_len": 8192}, None, 102 + 3.19, 0.005,
+     "llama.cpp docs/backend/snapdragon: 102.00 MiB + 3.19 MiB (256 cells, 12 layers)"),
+    (GEMMA4_E4B, "llama.cpp --swa-full", {"seq_len": 32768, "dtype": "f16"}, "full", 512, 0.005,
+     "Gemma 4 E4B: size = 512.00 MiB (32768 cells, 4 layers); layers from 24 on reuse"),
     (LING, "llama.cpp", {"seq_len": 4096, "batch_size": 2, "dtype": "f16"}, None, 54, 0.005,
      "Ling 3.0: size = 54.00 MiB (4096 cells, 6 layers, 2/2 seqs), V (f16): 0.00 MiB"),
     ({**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}, "llama.cpp",
@@ -89,6 +108,8 @@ LOGGED = [  # config, arguments, part, MiB, the half of its last digit, source
       "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 2048}, "vllm",
      {"n_blocks": 175856 // 16}, None, 18.78 * 1024, 5.2,
      "vllm-project/vllm issue 33263: 18.78 GiB, GPU KV cache size: 175,856 tokens"),
+    ({**LING, "num_hidden_layers": 27}, "vllm 0.6.4", {"n_blocks": 5373}, None, 35.42 * 1024, 5.2,
+     "vllm-project/vllm pull 10927, before: kv_cache_size=35.42GiB, # GPU blocks: 5373"),
     (old("gpt_bigcode", 24, 16, 2048, multi_query=True), "ggml examples/starcoder",
      {"seq_len": 2048, "dtype": "f32"}, None, 768, 0.005,
      "ggml examples/starcoder README: santacoder, memory size = 768.00 MB, n_mem = 49152"),

@@ -99,6 +99,13 @@ class VLLM(Allocator):
         fixed = {"model": None, "unstated": unstated}.get(state.dtype, state.dtype)
         return (self.ssm_dtype or fixed) if state.name == "recurrent" else None
 
+    def widths(self, layer):
+        """Before 0.7.1 MLA was expanded, and K and V padded alike, to 256 where wider than 128."""
+        if layer.kind == "latent" and self.release < (0, 7):
+            width = 256 if layer.expanded[1] > 128 else layer.expanded[1]
+            return layer.expanded[0], width, width
+        return Allocator.widths(self, layer)
+
     def columns(self, kernel, layer):
         """kernel - 1, and one more per speculative token."""
         return kernel - 1 + self.n_speculative_tokens
