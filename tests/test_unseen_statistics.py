@@ -29,14 +29,21 @@ from lossless_lab.optimizations.adapters import merged, with_adapters
 from lossless_lab.optimizations.entry import WARNING
 from lossless_lab.optimizations.pruning import sparsity
 from lossless_lab.semantic.lm_eval import read_lm_eval
-from lossless_lab.semantic.paired import PairedTable, mcnemar, paired_table
+from lossless_lab.semantic.paired import (
+    PairedTable,
+    items_needed,
+    mcnemar,
+    non_inferiority,
+    paired_table,
+    smallest_margin,
+)
 from lossless_lab.semantic.tasks import answer_scores, compare_tasks
 from lossless_lab.semantic.text import similarity, text_scores, words
 from lossless_lab.statistical.censored import kl_lower_bound
 from lossless_lab.statistical.distances import MEASURES
 from lossless_lab.statistical.divergences import by_prompt, divergences
 from lossless_lab.statistical.laws import from_probs, js_divergence, kl_divergence, total_variation
-from lossless_lab.statistical.sampler_laws import ORDERS, sampler_probs
+from lossless_lab.statistical.sampler_laws import ORDERS, penalised, sampler_probs
 from lossless_lab.statistical.speculative import (
     Position,
     Roles,
@@ -221,6 +228,18 @@ def test_settings_that_mean_nothing_are_named(setting, rule):
         sampler_probs(torch.zeros(1, 3), **setting)
 
 
+@pytest.mark.parametrize("order", [("top_k", "top_p", "min_p"), ("temprature",), ()])
+def test_an_order_that_leaves_a_setting_out_is_refused(order):
+    """The mutant gives the law of temperature 1, whatever was asked for."""
+    with pytest.raises(ValueError, match="`order` must hold temperature, top_k, top_p, min_p; got"):
+        sampler_probs(torch.zeros(1, 3), temperature=2.0, order=order)
+
+
+def test_the_repetition_penalty_of_nothing_seen_yet_is_none():
+    rows = torch.tensor([[2.0, -2.0, 1.0]] * 2)
+    assert penalised(rows, [], [1, 0], 2.0).tolist() == [[2, -2, 1], [2, -4, 1]]
+
+
 def test_what_is_no_row_of_logits_is_named():
     for nothing in (torch.tensor(1.0), torch.zeros(2, 0)):
         with pytest.raises(ValueError, match=r"`logits` must be \[..., vocab_size\]"):
@@ -313,6 +332,21 @@ def test_an_item_without_an_answer_is_neither_right_nor_wrong(missing):
     assert (read.both, read.neither) == (2, 2)
 
 
+def test_a_confidence_in_per_cent_decides_nothing():
+    """The mutant's normal quantile of 95 is NaN, which no limit is above."""
+    table = PairedTable(both=900, only_reference=0, only_candidate=0, neither=100)
+    assert non_inferiority(table, margin=0.02) == "EQUIVALENT"
+    for call in (
+        lambda: non_inferiority(table, margin=0.02, confidence=95),
+        lambda: items_needed(0.01, 0.05, power=1),
+        lambda: smallest_margin(300, 0.05, confidence=1),
+        lambda: smallest_margin(0, 0.05),
+    ):
+        with pytest.raises(ValueError, match=r"`(confidence|power|n)` must be"):
+            call()
+    assert math.isnan(scipy.stats.norm.ppf(95))
+
+
 def table(right, **other):
     n = len(right)
     own = {"id": range(n), "category": "c", "group": range(n), "right": right}
@@ -351,8 +385,7 @@ def test_equal_likelihoods_are_won_by_the_first_as_in_the_harness(tmp_path):
         ("1,000", "1000", 1),
         ("Straße", "STRASSE", 1),
         ("cafe\u0301", "café", 1),  # two Unicode forms of one text
-        ("minus 5", "-5", 1),
-        ("−5", "-5", 1),
+        ("−5", "–5", 1),
         ("well-known", "well known", 1),
         ("**42**", "42", 1),
         ("-5", "5", 0),
@@ -375,6 +408,13 @@ def test_exact_is_exact_after_normalisation(text, answer, exact):
         assert scores["exact"] == exact
         assert (scores["f1"] == 1) >= exact and scores["recall"] >= scores["exact"]
     assert answer_scores(text, [text]) == {"exact": 1, "recall": 1, "f1": 1}
+
+
+@pytest.mark.parametrize("text", ["-5", "it is −5", ".5", "0.5", "5/2", "15"])
+def test_a_number_that_ends_in_the_right_one_does_not_hold_it(text):
+    """Free answers count as right by recall, so that "-5" must not contain "5"."""
+    assert answer_scores(text, ["5"])["recall"] == 0
+    assert answer_scores("it is 5.", ["5"])["recall"] == 1
 
 
 def test_the_mutant_without_marks_takes_two_words_for_one():

@@ -11,6 +11,7 @@ from scipy import optimize, stats
 
 from ..results import Result
 from ..stats.intervals import Interval
+from ..stats.power import check_fractions
 from .items import TRUTH
 
 
@@ -140,6 +141,7 @@ def score_interval(table: PairedTable, *, confidence: float = 0.95) -> Interval:
     >>> [round(x, 6) for x in score_interval(table, confidence=0.975)]
     [0.177034, 0.732008]
     """
+    check_fractions(confidence=confidence)
     z = float(stats.norm.ppf(confidence))
     mean, edge = table.difference, 1 - 1e-9
     low, high = -1.0, 1.0
@@ -171,6 +173,7 @@ def items_needed(
         raise ValueError(
             f"`margin` and `discordance` must be above 0 and below 1; got {margin}, {discordance}"
         )
+    check_fractions(power=power, confidence=confidence)
     z = stats.norm.ppf(confidence) + stats.norm.ppf(power)
     return math.ceil(discordance * (z / margin) ** 2)
 
@@ -185,6 +188,9 @@ def smallest_margin(
     >>> round(100 * smallest_margin(1319, 0.05), 2), round(100 * smallest_margin(300, 0.05), 1)
     (1.53, 3.2)
     """
+    if not n >= 1:
+        raise ValueError(f"`n` must be at least 1; got {n}")
+    check_fractions(power=power, confidence=confidence)
     z = stats.norm.ppf(confidence) + stats.norm.ppf(power)
     return float(z * math.sqrt(discordance / n))
 

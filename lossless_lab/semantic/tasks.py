@@ -225,7 +225,7 @@ def _table(reference: pd.DataFrame, candidate: pd.DataFrame) -> PairedTable:
 # What punctuation says in a number, as words: no thousands' comma, a sign, a point, a slash.
 _NUMBERS = (
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),
-    (r"(?<![\w.])[-−](?=\.?\d)", " minus "),
+    (r"(?<![\w.])[-−–](?=\.?\d)", "minus"),
     (r"\.(?=\d)", "point"),
     (r"(?<=\d)/(?=\d)", "over"),
 )

@@ -57,6 +57,8 @@ def sampler_probs(
     exact = logits.dtype == torch.float64
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for name, (rule, allowed) in _ALLOWED.items():
+        if name not in order:
+            raise ValueError(f"`order` must hold {', '.join(_ALLOWED)}; got {', '.join(order)}")
         if not (isinstance(settings[name], Real) and allowed(settings[name])):
             raise ValueError(f"`{name}` must be {rule}; got {settings[name]!r}")
     probs = torch.empty(
@@ -93,7 +95,7 @@ def penalised(
         return logits
     seen = torch.zeros_like(logits, dtype=torch.bool)
     for t in range(len(logits)):
-        seen[t, torch.tensor([*prompt_ids, *output_ids[:t]])] = True
+        seen[t, torch.tensor([*prompt_ids, *output_ids[:t]], dtype=torch.long)] = True
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
