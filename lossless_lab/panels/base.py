@@ -229,7 +229,7 @@ def _told(error: Exception) -> str:
 
 def _table(frame: pd.DataFrame) -> str:
     with pd.option_context("display.max_colwidth", None):
-        table = frame.to_html(index=False, border=0)
+        table = frame.to_html(index=False, border=0, float_format="{:.3g}".format)
     return re.sub("<(t[dh])>", r"<\1 style='text-align:left;padding:2px 16px 2px 0'>", table)
 
 

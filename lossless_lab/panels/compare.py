@@ -38,13 +38,11 @@ def compare(source: Any) -> Panel:
     pairs = list(source.pairs())
     if not pairs:
         raise ValueError("`source` must have at least one (reference, candidate) pair; it has none")
-    figure = Figure(figsize=(9.6, 4.8), dpi=100)
-    controls = _controls(pairs)
     return Panel(
-        controls=controls,
+        controls=_controls(pairs),
         compute=lambda **state: comparison(source, **state),
         draw=_draw,
-        figure=figure,
+        figure=Figure(figsize=(9.6, 4.8), dpi=100),
         adapt=lambda controls: _adapt(source, pairs, controls),
     )
 
@@ -75,13 +73,10 @@ def _values(frames: Mapping[str, pd.DataFrame], *, position: int, layer: int) ->
     layers = frames.get("layers")
     if layers is not None and (layers["layer"] == layer).any():
         drift = layers.set_index("layer").loc[layer]
-        row |= {"layer": _layer_name(drift["module"], layer)}
-        row |= {"relative RMS difference": f"{drift['relative_rms']:.3g}"}
+        last = drift["module"] == "logits"
+        row["layer"] = "logits" if last else str(layer) if layer else "embedding"
+        row["relative RMS difference"] = f"{drift['relative_rms']:.3g}"
     return pd.DataFrame([row])
-
-
-def _layer_name(module: str, layer: int) -> str:
-    return "logits" if module == "logits" else "embedding" if layer == 0 else str(layer)
 
 
 def _controls(pairs: list[Pair]) -> dict[str, ipywidgets.ValueWidget]:

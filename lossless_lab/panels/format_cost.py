@@ -84,12 +84,8 @@ def cost(
             "ladder": ladder.assign(chosen=chosen),
             "distribution": source.distribution(format, document, position),
         },
-        table=here[_TOLD].map(_short) if len(here) else None,
+        table=here[_TOLD] if len(here) else None,
     )
-
-
-def _short(cell: Any) -> str:
-    return cell if isinstance(cell, str) else f"{cell:.3g}"
 
 
 def _choices(source: Any) -> dict[tuple[str, str], str]:

@@ -71,13 +71,12 @@ def difference(source: Any, *, candidate: str, prompt: str, layer: int, module: 
 
 def _values(frame: pd.DataFrame) -> pd.DataFrame:
     """The row's main figures under readable names."""
-    row = frame.iloc[0]
-    shown = {"relative RMS": "relative_rms", "SQNR, dB": "sqnr_db", "median steps": "ulp_q50",
-             "99 % steps": "ulp_q99", "mean error": "mean_error",
-             "p (mean error)": "mean_error_pvalue"}  # fmt: skip
-    figures = {title: f"{row[name]:.3g}" for title, name in shown.items()}
-    cosine, answer = f"{row['cosine']:.6g}", row["answer"]
-    return pd.DataFrame([{**figures, "cosine": cosine, "noise or bias": answer}])
+    titles = {"relative_rms": "relative RMS", "sqnr_db": "SQNR, dB", "ulp_q50": "median steps",
+              "ulp_q99": "99 % steps", "mean_error": "mean error",
+              "mean_error_pvalue": "p (mean error)", "cosine": "cosine",
+              "answer": "noise or bias"}  # fmt: skip
+    cosine = frame["cosine"].map("{:.6g}".format)
+    return frame.assign(cosine=cosine)[list(titles)].rename(columns=titles)
 
 
 def _adapt(source: Any, controls: Mapping) -> None:

@@ -30,7 +30,6 @@ def which_level_breaks(
     option_ids: np.ndarray,
     *,
     decode: Callable[[list[int]], str] | None = None,
-    seed: int = 0,
 ) -> Panel:
     """Panel with a scale on the logits, noise on the logits, and the draft rule; see `levels`."""
     slider, made = ipywidgets.SelectionSlider, functools.partial(control, width=(150, 520))
@@ -43,7 +42,7 @@ def which_level_breaks(
     arrays = (np.asarray(a) for a in (logits, draft_logits, option_ids))
     return Panel(
         controls=controls,
-        compute=functools.partial(levels, *arrays, decode=decode, seed=seed),
+        compute=functools.partial(levels, *arrays, decode=decode),
         draw=_draw,
         figure=Figure(figsize=(7.6, 3.6), dpi=100),
         actions={"Reset": _reset},
@@ -59,7 +58,6 @@ def levels(
     noise: float = 0.0,
     rule: str = "no draft",
     decode: Callable[[list[int]], str] | None = None,
-    seed: int = 0,
 ) -> Content:
     """Answers at levels 1a, 1b, 2 and 3 for one setting of the sliders.
 
@@ -68,7 +66,7 @@ def levels(
     logits, draft_logits : [n, vocab_size] float32; a row is the next token after one prompt.
     option_ids : [n, m] token ids; a row is a question, answered by the option with the largest
         logit, and its first option is the right one.
-    scale, noise, seed : the candidate's logits are logits · scale + noise · standard normal.
+    scale, noise : the candidate's logits are logits · scale + noise · standard normal.
     rule : one of RULES. It acts when sampling; greedy ids and choices are those of the logits.
     decode : ids to text, for the labels of tokens.
 
@@ -77,7 +75,7 @@ def levels(
     ValueError where shapes disagree or a logit is NaN or infinite.
     """
     _check(logits, draft_logits, option_ids)
-    candidate = disturb(logits, scale=scale, noise=noise, seed=seed)
+    candidate = disturb(logits, scale=scale, noise=noise, seed=0)
     law = _softmax(logits)
     output = output_law(_softmax(candidate), _softmax(draft_logits), rule=rule)
     tv = total_variation(from_probs(law), from_probs(output))
