@@ -83,7 +83,8 @@ def resolve(source):
     said = f"`model_type` is {model_type!r}; the config must name its family"
     require(isinstance(model_type, str), said, CannotEstimate)
     alias = FACTS["families"].get(model_type, {})
-    name, renames = alias.get("read_as", model_type), alias.get("renamed", {})
+    renames = FACTS["renamed_everywhere"] | alias.get("renamed", {})
+    name = alias.get("read_as", model_type)
     config_class = _class(name)
     if config_class is None:
         if not _nested_fields(raw):
@@ -96,6 +97,8 @@ def resolve(source):
         raw["num_key_value_heads"] = raw.get("num_attention_heads")
     if name == "falcon" and raw.get("num_kv_heads") and not raw.get("multi_query"):
         raw.setdefault("new_decoder_architecture", True)  # files of RefinedWeb do not say it
+    if isinstance(kinds := raw.get("attn_type_list"), list):  # of MiniMax: 0 is lightning attention
+        raw["layer_types"] = [f"{'full' if kind else 'linear'}_attention" for kind in kinds]
     inner, needed = raw.get("attn_config"), alias.get("needs")  # its default would be a guess
     there = raw.get(needed) or (isinstance(inner, dict) and inner.get(needed))
     original = next((old for old, new in renames.items() if new == needed), needed)
