@@ -173,9 +173,7 @@ def items_needed(
         raise ValueError(
             f"`margin` and `discordance` must be above 0 and below 1; got {margin}, {discordance}"
         )
-    check_fractions(power=power, confidence=confidence)
-    z = stats.norm.ppf(confidence) + stats.norm.ppf(power)
-    return math.ceil(discordance * (z / margin) ** 2)
+    return math.ceil(discordance * (_quantiles(power, confidence) / margin) ** 2)
 
 
 def smallest_margin(
@@ -190,9 +188,12 @@ def smallest_margin(
     """
     if not n >= 1:
         raise ValueError(f"`n` must be at least 1; got {n}")
+    return float(_quantiles(power, confidence) * math.sqrt(discordance / n))
+
+
+def _quantiles(power: float, confidence: float) -> float:
     check_fractions(power=power, confidence=confidence)
-    z = stats.norm.ppf(confidence) + stats.norm.ppf(power)
-    return float(z * math.sqrt(discordance / n))
+    return float(stats.norm.ppf(confidence) + stats.norm.ppf(power))
 
 
 def non_inferiority(table: PairedTable, *, margin: float, confidence: float = 0.95) -> str:

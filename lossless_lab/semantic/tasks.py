@@ -43,10 +43,9 @@ def answer_scores(text: str, answers: Sequence[str]) -> dict[str, float]:
     given, best = _plain(text), dict.fromkeys(("exact", "recall", "f1"), 0.0)
     for right in map(_plain, answers):
         shared = (Counter(given) & Counter(right)).total()
-        scores = (1.0, 1.0, 1.0)
-        if given != right:
-            scores = 0.0, shared / max(len(right), 1), 2 * shared / (len(given) + len(right))
-        best = {name: max(b, x) for (name, b), x in zip(best.items(), scores, strict=True)}
+        equal, length = float(given == right), max(len(right), 1)
+        scores = equal, shared / length, 2 * shared / (len(given) + length)
+        best = {name: max(b, x, equal) for (name, b), x in zip(best.items(), scores, strict=True)}
     return best
 
 

@@ -203,18 +203,11 @@ def words(text: str) -> list[str]:
     >>> words("KV缓存 is 4 GiB.")
     ['kv', '缓', '存', 'is', '4', 'gib']
     """
-    found: list[str] = []
-    near = open_ = False  # a word ends right before; one that letters may go on
-    for c in unicodedata.normalize("NFC", text).casefold():
-        kind, alone = unicodedata.category(c)[0], _CJK.match(c) is not None
-        if near and (kind == "M" or (open_ and kind in "LN" and not alone)):
-            found[-1] += c
-        elif alone or kind in "LN":
-            found.append(c)
-            near, open_ = True, not alone
-        else:
-            near = open_ = False
-    return found
+    text = unicodedata.normalize("NFC", text).casefold()
+    kinds = [unicodedata.category(c)[0] for c in text]  # L letter, N number, M mark, A alone
+    kinds = ["A" if k != "M" and _CJK.match(c) else k for k, c in zip(kinds, text, strict=True)]
+    found = re.finditer("AM*|[LN][LNM]*", "".join(kinds))
+    return [text[m.start() : m.end()] for m in found]
 
 
 def _rouge(reference: list[str], candidate: list[str]) -> tuple[float, float, float]:
