@@ -89,11 +89,9 @@ def _devices(torch: object) -> list[tuple[str, str, str]]:
         return [("GPU", "none", "")]
     rows = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        found = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}, "
-        rows.append(
-            (f"GPU {index}", f"{found}{free / 2**30:.1f} of {total / 2**30:.1f} GiB free", "")
-        )
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        found = f"{torch.cuda.get_device_name(index)}, CUDA {torch.version.cuda}"
+        rows.append((f"GPU {index}", f"{found}, {free:.1f} of {total:.1f} GiB free", ""))
     return rows
 
 

@@ -9,7 +9,6 @@ from lossless_lab.prompts.files import decode
 from lossless_lab.prompts.files import lines as split
 
 from .folder import (
-    Record,
     Run,
     RunError,
     append,
@@ -124,11 +123,11 @@ def import_text(
     write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
     unknown = {"sample_index": 0, "output_ids": None, "finish_reason": None}
     records = [
-        Record(prompt_id=p.id, prompt_ids=p.ids, text=whole_characters(text), **unknown)
+        {"prompt_id": p.id, "prompt_ids": p.ids, "text": whole_characters(text), **unknown}
         for p, text in zip(prompts, texts, strict=True)
     ]
-    append(folder / "outputs.jsonl", [json_line(r.model_dump(mode="json")) for r in records])
-    counts = {"n_outputs": len(records), "empty_outputs": sum(not r.text for r in records)}
+    append(folder / "outputs.jsonl", map(json_line, records))
+    counts = {"n_outputs": len(records), "empty_outputs": sum(not text for text in texts)}
     write_json(folder / "metrics.json", counts | {"echoed_prompts_stripped": stripped})
     return Run(folder)
 
