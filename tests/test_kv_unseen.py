@@ -41,6 +41,7 @@ TRINITY = {"model_type": "afmoe", "num_hidden_layers": 56, "num_attention_heads"
 LING = {"model_type": "deepseek_v3", "num_hidden_layers": 6, "num_attention_heads": 16,
         "num_key_value_heads": 16, "hidden_size": 2048, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # fmt: skip
+DSV2_LITE = {**LING, "model_type": "deepseek_v2", "num_hidden_layers": 27}
 
 
 def qwen2(layers, heads, kv_heads, hidden):
@@ -94,6 +95,16 @@ LOGGED = [  # config, arguments, part, MiB, the half of its last digit, source
      "llama.cpp docs/backend/snapdragon: 102.00 MiB + 3.19 MiB (256 cells, 12 layers)"),
     (GEMMA4_E4B, "llama.cpp --swa-full", {"seq_len": 32768, "dtype": "f16"}, "full", 512, 0.005,
      "Gemma 4 E4B: size = 512.00 MiB (32768 cells, 4 layers); layers from 24 on reuse"),
+    (DSV2_LITE, "ik_llama.cpp -mla 1 -fa off -ctk q8_KV", {"seq_len": 65536, "dtype": "f16"}, None,
+     2713.5, 0.005, "ik_llama.cpp pull 240: c^KV (q8_KV): 985,50 MiB, kv^T (f16): 1728,00 MiB"),
+    (DSV2_LITE, "ik_llama.cpp -mla 1 -fa -ctk q8_KV", {"seq_len": 65536, "dtype": "f16"}, None,
+     985.5, 0.005, "ik_llama.cpp pull 240: c^KV (q8_KV): 985,50 MiB, kv^T: not used"),
+    (DSV2_LITE, "ik_llama.cpp -mla 0 -ctk q8_KV", {"seq_len": 65536, "dtype": "f16"}, None,
+     12312, 0.005, "ik_llama.cpp pull 240: K (q8_KV): 5400,00 MiB, V (f16): 6912,00 MiB"),
+    (DSV2_LITE, "llama.cpp b5500", {"seq_len": 4096, "dtype": ("q8_0", "f16")}, None,
+     27 * 4096 * (576 * 34 / 32 + 512 * 2) / MIB, 0, "llama.cpp pull 12801: V repeats the latent"),
+    ("kimi-k2", "ik_llama.cpp -mla 3", {"seq_len": 131072, "dtype": "q8_0"}, None, 4666.5, 0.005,
+     "c^KV (q8_0): 4666.50 MiB, kv^T: not used, four GPUs together"),
     (LING, "llama.cpp", {"seq_len": 4096, "batch_size": 2, "dtype": "f16"}, None, 54, 0.005,
      "Ling 3.0: size = 54.00 MiB (4096 cells, 6 layers, 2/2 seqs), V (f16): 0.00 MiB"),
     ({**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}, "llama.cpp",

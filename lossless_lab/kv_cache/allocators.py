@@ -125,7 +125,8 @@ class Allocator:
         if layer.kind == "latent" and heads == 1:
             if key.name == "fp8_ds_mla" or (sparse and key.name.startswith("fp8")):
                 return scaled + 2 * layer.value_dim  # rope stays in 16 bits
-            value = key  # latent and rope are one vector, in one format
+            if key_dim == layer.key_dim:  # latent and rope are one vector, in one format
+                return key.row_bytes(1, key_dim + value_dim)
         elif layer.kind != "indexer":
             said = f"`dtype` fp8_ds_mla is for MLA latents, not for {layer.kind} layers"
             require("fp8_ds_mla" not in (key.name, value.name), said)
