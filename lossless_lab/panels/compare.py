@@ -38,8 +38,18 @@ def compare(source: Any) -> Panel:
     pairs = list(source.pairs())
     if not pairs:
         raise ValueError("`source` must have at least one (reference, candidate) pair; it has none")
+    references = list(dict.fromkeys(reference for reference, _ in pairs))
+    menu, slider = ipywidgets.Dropdown, ipywidgets.IntSlider
+    # A new position or prompt may run a model: the slider answers when it is let go.
+    controls = {
+        "reference": control(menu, "reference", options=references),
+        "candidate": control(menu, "candidate"),
+        "prompt": control(menu, "prompt"),
+        "position": control(slider, "position", max=0, continuous_update=False),
+        "layer": control(slider, "layer", max=0),
+    }
     return Panel(
-        controls=_controls(pairs),
+        controls=controls,
         compute=lambda **state: comparison(source, **state),
         draw=_draw,
         figure=Figure(figsize=(9.6, 4.8), dpi=100),
@@ -77,19 +87,6 @@ def _values(frames: Mapping[str, pd.DataFrame], *, position: int, layer: int) ->
         row["layer"] = "logits" if last else str(layer) if layer else "embedding"
         row["relative RMS difference"] = f"{drift['relative_rms']:.3g}"
     return pd.DataFrame([row])
-
-
-def _controls(pairs: list[Pair]) -> dict[str, ipywidgets.ValueWidget]:
-    references = list(dict.fromkeys(reference for reference, _ in pairs))
-    menu, slider = ipywidgets.Dropdown, ipywidgets.IntSlider
-    # A new position or prompt may run a model: the slider answers when it is let go.
-    return {
-        "reference": control(menu, "reference", options=references),
-        "candidate": control(menu, "candidate"),
-        "prompt": control(menu, "prompt"),
-        "position": control(slider, "position", max=0, continuous_update=False),
-        "layer": control(slider, "layer", max=0),
-    }
 
 
 def _adapt(source: Any, pairs: list[Pair], controls: Mapping) -> None:

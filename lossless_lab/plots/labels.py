@@ -4,6 +4,7 @@ A token may be a newline, half a character, a dollar sign or Chinese. What the c
 draw is written as a readable escape, so that no figure shows an empty box.
 """
 
+import contextlib
 import functools
 import logging
 import re
@@ -43,23 +44,19 @@ def cjk_font(entries: Iterable[font_manager.FontEntry]) -> str | None:
     return next((e.name for e in ranked if _has(e, CJK_SAMPLE)), None)
 
 
-def _newly_installed() -> list[font_manager.FontEntry]:
-    """Fonts on the system that matplotlib's stored list is too old to know, added to it."""
+def _with_new() -> list[font_manager.FontEntry]:
+    """matplotlib's list of fonts, with those on the system that it was too old to know."""
     manager = font_manager.fontManager
-    known = {entry.fname for entry in manager.ttflist}
-    n_known = len(manager.ttflist)
-    for path in set(font_manager.findSystemFonts()) - known:
-        try:
+    for path in set(font_manager.findSystemFonts()) - {entry.fname for entry in manager.ttflist}:
+        with contextlib.suppress(OSError, RuntimeError):
             manager.addfont(path)
-        except (OSError, RuntimeError):
-            continue
-    return manager.ttflist[n_known:]
+    return manager.ttflist
 
 
 @functools.lru_cache(maxsize=1)
 def families() -> tuple[str, ...]:
     """Font names to try in order: matplotlib's own, then a Chinese one where there is any."""
-    found = cjk_font(font_manager.fontManager.ttflist) or cjk_font(_newly_installed())
+    found = cjk_font(font_manager.fontManager.ttflist) or cjk_font(_with_new())
     if found is None:
         logging.getLogger("lossless_lab.plots").warning(
             "No font with Chinese glyphs was found: Chinese characters in figures are written as "
