@@ -99,7 +99,7 @@ def merged(fmt: str | Format | GgufFormat | None = None) -> Optimization:
         if seen.network.adapters_idle:
             return f"{VACUOUS}the {n} adapters added nothing; no weight was changed"
         said, filled = f"{n} adapters merged, none left", getattr(seen.network, "zeros_filled", 0)
-        lost = f"; {WARNING}{filled:.0%} of their weights, pruned or quantised to 0, no longer are"
+        lost = f"; {WARNING}the base's zeros: {filled:.0%} of the weights, which merging filled"
         return said + lost * (filled > 0.01)
 
     return Optimization(

@@ -26,7 +26,7 @@ def cast(dtype: str) -> Optimization:
         if seen.dtypes[:1] != (dtype,) or not set(seen.computed) <= {dtype}:
             return ""
         n = sum(int(p.isinf().sum()) for p in seen.network.parameters())
-        beyond = f"; {WARNING}{n} of them are beyond its range and became inf"
+        beyond = f"; {WARNING}what finite weights give: {n} are beyond {dtype} and became inf"
         return f"parameters in {dtype}" + beyond * bool(n)
 
     return Optimization(
