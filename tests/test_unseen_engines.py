@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_the_engine_keeps_pad_and_end_ids_of_the_prompt(make):
     )
     plain = Loop(network).generate(rows, Decoding(max_new_tokens=8), seed=0)
     assert [c.output_ids for c in own] == [c.output_ids for c in plain]
+
+
+@pytest.mark.parametrize("declared", [-1, 97, 200])
+def test_a_pad_id_outside_the_vocabulary_is_passed_over(declared):
+    """LLaMA's -1, and a [PAD] added to the tokenizer without a row in the embeddings."""
+    network = build_t0(pad_token_id=None)
+    network.generation_config.pad_token_id = declared
+    tokenizer = SimpleNamespace(eos_token_id=None, pad_token_id=declared, decode=lambda *a, **k: "")
+    engine = TransformersEngine(network, tokenizer=tokenizer, batch_size=2)
+    assert engine.pad_id == 0
+    done = engine.generate(ROWS, D12, seed=0)
+    assert done[0].output_ids == T0_GREEDY_S[:12]
+    with pytest.raises(IndexError):  # what the declared id does
+        network.get_input_embeddings()(torch.tensor([declared]))
 
 
 ENDS = [  # what the candidate does, and what is said of it

@@ -110,10 +110,11 @@ class TransformersEngine:
     @property
     def pad_id(self) -> int:
         """Id for pad columns and for rows that have ended; masked out or thrown away."""
-        for source in (self.network.generation_config, self.network.config, self.tokenizer):
-            if getattr(source, "pad_token_id", None) is not None:
-                return int(source.pad_token_id)
-        return next(iter(self.resolve(Decoding()).stop_token_ids), 0)
+        sources = (self.network.generation_config, self.network.config, self.tokenizer)
+        given = [getattr(source, "pad_token_id", None) for source in sources]
+        n = self.network.get_input_embeddings().num_embeddings  # a declared id may lie outside
+        found = (*given, *self.resolve(Decoding()).stop_token_ids)
+        return next((int(i) for i in found if i is not None and 0 <= i < n), 0)
 
     def resolve(self, decoding: Decoding) -> Decoding:
         """The same settings with the end ids filled in: the union of all that are declared."""
