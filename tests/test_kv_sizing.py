@@ -215,7 +215,7 @@ def test_a_config_that_does_not_say_enough_gives_no_number(change, message):
         ({"dtype": "q9"}, "`dtype` 'q9' is unknown"),
         ({"dtype": {"k": "f16"}}, "keys 'k' and 'v'"),
         ({"engine": "vlm"}, "`engine` 'vlm' is unknown"),
-        ({"engine": "llama.cpp -ngl 99"}, "flag -ngl is not known to change"),
+        ({"engine": "llama.cpp -nkvx 9"}, "flag -nkvx is not known to change"),
         ({"engine": "transformers", "cache": "quant"}, "`cache` must be one of dynamic"),
         ({"engine": "transformers", "cache": "static", "max_cache_len": 9}, "`max_cache_len` 9"),
         ({"engine": "transformers", "cache": "hqq", "prefill_len": 5000}, "`prefill_len` 5000"),

@@ -73,6 +73,8 @@ def _read(text):
             continue
         valued = words and not re.match(r"--?[a-zA-Z]", words[0])
         value = "off" if word in FACTS["off"] else words.pop(0) if valued else "on"
+        if word in FACTS["flags_without_effect"].split():
+            continue
         for name in FACTS["flags"].get(word, word.lstrip("-").replace("-", "_")).split():
             elsewhere = FACTS["flags_said_elsewhere"].items()
             say = [f"; say it with {k}" for k, v in elsewhere if word in v.split()]
