@@ -12,7 +12,7 @@ from conftest import PROMPT_S, build_g0, build_t0
 from lossless_lab.engines.decoding import Decoding
 from lossless_lab.numerical import referee as room
 from lossless_lab.numerical.attribution import attribution, local_error
-from lossless_lab.numerical.capture import model_inputs, observer_effect
+from lossless_lab.numerical.capture import forward, model_inputs, observer_effect
 from lossless_lab.numerical.layers import compare_layers
 from lossless_lab.numerical.referee import against_referee
 from lossless_lab.numerical.tensors import error_sums, tensor_difference
@@ -246,9 +246,11 @@ def adding(amount, ran):
 
 
 def test_two_compiled_candidates_of_one_study_each_run_their_own_code(t0, monkeypatch):
-    """torch keeps a few compiled versions of one function; past them it runs eager code, unsaid.
+    """torch keeps so many compiled versions of one function; past them it runs eager code, unsaid.
 
-    The limit is 8 as torch comes, and reached by the fifth model compiled for two shapes.
+    As torch comes they are 8 of one compilation (a fifth model compiled for two shapes is past
+    them) and 256 of all: here 2, so that the second candidate is past them unless a study begins
+    each anew.
     """
     expected = []
     for amount in (0.5, 1.0):
@@ -270,7 +272,7 @@ def test_two_compiled_candidates_of_one_study_each_run_their_own_code(t0, monkey
             logits += [both[1][0] for both in study.evidence[name].logits.values()]
         return ran, logits
 
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
         ran, logits = gathered()
         assert set(ran) == {0.5, 1.0} and sorted(ran) == ran, "the second runs none of the first's"
         for ours, direct in zip(logits, expected, strict=True):
@@ -280,3 +282,28 @@ def test_two_compiled_candidates_of_one_study_each_run_their_own_code(t0, monkey
         monkeypatch.setattr(torch._dynamo, "reset", lambda: None)
         reset()
         assert 1.0 not in set(gathered()[0])
+
+
+def test_more_shapes_than_torch_s_limit_all_run_compiled(t0):
+    """Of 12 prompts compiled for fixed lengths, 5 once ran eager code: "exact share 5 of 12".
+
+    The control is torch by itself under the same limit, 2 here.
+    """
+    ran = []
+
+    def compiled(network):
+        found = []
+        for n in (3, 4, 5, 6):
+            ran.clear()
+            forward(network, model_inputs(torch.arange(3, 3 + n)[None], None))
+            found.append(bool(ran))
+        return found
+
+    by_torch = copy.deepcopy(t0)
+    mlp = by_torch.model.layers[0].mlp
+    mlp.forward = torch.compile(mlp.forward, backend=adding(0.0, ran), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert compiled(by_torch) == [True, True, False, False]
+        torch._dynamo.reset()
+        ours = compilation.mlps(adding(0.0, ran), dynamic=False).apply(t0).network
+        assert compiled(ours) == [True] * 4

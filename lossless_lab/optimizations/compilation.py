@@ -4,6 +4,7 @@
 original module, whose own forward is what it calls.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lossless_lab.optimizations.faults import mlps_of
 from lossless_lab.optimizations.witness import compiled_code
 
 Backend = str | Callable
+_VERSIONS = 256  # of one function; past torch's own limit of 8 eager code runs, and nothing says so
 # What each stage adds to the one before: backend and compiler options. The last four are the last
 # full stage again with one switch turned.
 STAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -120,7 +122,10 @@ def counted() -> Iterator[Callable[[], CompilerWork]]:
 
 
 def _compiled(forward: Callable, backend: Backend, compiler: Mapping[str, Any]) -> Callable:
-    return torch.compile(forward, backend=backend, **{"dynamic": True, **compiler})
+    given = {"dynamic": True, **compiler}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        given = {"recompile_limit": _VERSIONS, **given}
+    return torch.compile(forward, backend=backend, **given)
 
 
 def _entry(
