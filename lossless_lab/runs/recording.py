@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 from tqdm.auto import tqdm
 
 from lossless_lab.engines.decoding import Decoding
@@ -30,6 +30,7 @@ from .manifest import Manifest, circumstances, differences, facts
 from .metrics import PeakMemory, measured
 
 PARTS = "logits.parts"
+_JSON = TypeAdapter(dict[str, Any])  # writes null for every number that JSON has no word for
 _RECORD_BYTES = 400  # of an output besides its tokens
 _TOLD = ("prompt_ids", "output_ids", "finish_reason", "logprobs", "top_logprobs", "timings")
 
@@ -206,4 +207,4 @@ def _merge(folder: Path, n_parts: int) -> None:
 def _as_dict(name: tuple[str, int], row: Completion) -> dict[str, Any]:
     told = {"prompt_id": name[0], "sample_index": name[1], "text": whole_characters(row.text)}
     told |= {field: getattr(row, field) for field in _TOLD}
-    return to_jsonable_python(told, inf_nan_mode="null")  # JSON has no word for NaN
+    return _JSON.dump_python(told, mode="json")
