@@ -62,15 +62,16 @@ def kl_lower_bound(
     """
     if rounding is not None and not 0 <= rounding < math.inf:
         raise ValueError(f"`rounding` must be at least 0 nats and finite; got {rounding}")
-    p, q = _law(reference_top, "reference_top"), _law(candidate_top, "candidate_top")
+    tops = reference_top, candidate_top
+    off = [_half_a_unit(top) if rounding is None else rounding for top in tops]
+    p, q = map(_law, tops, ("reference_top", "candidate_top"), off)
     shared = [name for name in p if len(p[name]) == 1 == len(q.get(name, ()))]
     a, b = (np.array([law[name][0] for name in shared]) for law in (p, q))
     merged = np.array([x for masses in p.values() if len(masses) > 1 for x in masses])
-    a_low, a_high = _cells(a, _half_a_unit(reference_top) if rounding is None else rounding)
-    b_low, b_high = _cells(b, _half_a_unit(candidate_top) if rounding is None else rounding)
+    (a_low, a_high), (b_low, b_high) = map(_cells, (a, b), off)
     b_high[-1] = max(b_high[-1], resolution)
     nearest = np.clip(a_low, b_low, b_high)
-    bound = kl_div(np.clip(nearest, a_low, a_high), nearest).sum()
+    bound = kl_div(np.clip(nearest, a_low, a_high), nearest).clip(0).sum()
     covered = float(min(a.sum(), 1.0))
     return KLBound(float(bound), covered, len(merged), float(merged.sum()))
 
@@ -84,11 +85,11 @@ def _cells(masses: np.ndarray, off: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _half_a_unit(top: Sequence[tuple[Hashable, float]]) -> float:
     """Of the last decimal place that any of the log-probabilities has."""
-    shown = [Decimal(str(np.asarray(x))).as_tuple().exponent for _, x in top if math.isfinite(x)]
-    return 0.5 * 10.0 ** min(shown, default=0)
+    shown = (Decimal(str(np.asarray(x))) for _, x in top if x is not None and math.isfinite(x))
+    return 0.5 * 10.0 ** min((x.as_tuple().exponent for x in shown), default=0)
 
 
-def _law(top: Sequence[tuple[Hashable, float]], side: str) -> dict[Hashable, list[float]]:
+def _law(top: Sequence, side: str, off: float) -> dict[Hashable, list[float]]:
     """Probabilities by name."""
     if not len(top):
         raise ValueError(f"`{side}` must hold at least one token; no list is no evidence")
@@ -96,7 +97,7 @@ def _law(top: Sequence[tuple[Hashable, float]], side: str) -> dict[Hashable, lis
     for name, logprob in top:
         reported = np.nan if logprob is None else logprob  # null, as some servers send
         law.setdefault(name, []).append(float(np.exp(reported)))
-    if not (total := sum(map(sum, law.values()))) <= 1.01:  # two decimals of ln p; NaN fails too
+    if not (total := sum(map(sum, law.values()))) <= 1.01 * math.exp(off):  # NaN fails too
         raise ValueError(
             f"`{side}` must hold ln p of one law; its probabilities sum to {total:.6g}"
         )
