@@ -366,6 +366,12 @@ def test_the_published_speeds():
 # -- bad input
 
 
+@pytest.mark.parametrize("wrong", [[0.5, 1.5], [-0.1], [np.nan], [[0.5, 0.5]], 0.5])
+def test_acceptances_are_probabilities(wrong):
+    with pytest.raises(ValueError, match="`acceptances` must be a list of probabilities"):
+        expected_tokens(wrong)
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "message"),
     [

@@ -1,6 +1,7 @@
 """Samplers with the same noise: what parts them, how few samples it takes, what it cannot see."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -75,6 +76,20 @@ def test_disagreement_follows_its_closed_form_and_lies_between_its_bounds():
     assert found.n_differing / found.n == pytest.approx(exact, abs=0.015)
 
 
+def test_many_seeds_of_a_wide_law_need_little_memory():
+    """2,000 seeds x 5,000 tokens would be 80 MB at once; the parts are the same draws."""
+    rng = np.random.default_rng(8)
+    laws = rng.dirichlet(np.ones(5000), 2)
+    tracemalloc.start()
+    found = synchronise(*laws[:, None], 2000, rng=np.random.default_rng(4))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6
+    race = np.random.default_rng(4).exponential(size=(2000, 5000))
+    differing = ((race / laws[0]).argmin(1) != (race / laws[1]).argmin(1)).sum()
+    assert found.n_differing == differing and found.n == 2000
+
+
 @pytest.mark.slow
 def test_coverage_of_the_limits_over_mixed_contexts():
     """2,000 repetitions in which contexts differ by different amounts; each limit fails 5 %."""
@@ -127,7 +142,8 @@ HALF = [[0.5, 0.5]]
         (lambda: synchronise([[0.7, 0.2]], HALF, 9, rng=RNG), "sums to 0.9"),
         (lambda: synchronise([0.5, 0.5], [0.5, 0.5], 9, rng=RNG), r"\[n, vocab_size\] alike"),
         (lambda: synchronise(HALF, [[0.5, 0.25, 0.25]], 9, rng=RNG), r"got \(1, 2\) and \(1, 3\)"),
-        (lambda: synchronise(HALF, HALF, 0, rng=RNG), "`n_seeds` must be at least 1; got 0"),
+        (lambda: synchronise(HALF, HALF, 0, rng=RNG), "`n_seeds` must be at least 1 .* got 0"),
+        (lambda: synchronise(HALF, HALF, 1.5, rng=RNG), "whole number; got 1.5"),
         (lambda: Synchronised(n=9, n_differing=0).word(2), "`margin` .* got 2"),
     ],
 )

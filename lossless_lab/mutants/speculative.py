@@ -51,6 +51,8 @@ class SpeculativeMutant:
     ) -> np.ndarray:
         """What it writes instead of the target's law of the next tokens; see `joint_law`."""
         dose = self.natural if dose is None else dose
+        if not 0 < dose <= 1:
+            raise ValueError(f"`dose` of {self.name} must be above 0 and at most 1; got {dose}")
         law = joint_law(positions, gamma=gamma, rule=self.build(dose))
         if self.unit != _SHARE:
             return law

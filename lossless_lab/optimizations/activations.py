@@ -57,6 +57,8 @@ def calibrate(
         One row per layer: scales named "min-max" (the largest |x| on the last step), "percentile"
         and "least error" (the clip with the least squared error, values beyond it included).
     """
+    if not 0 < percentile <= 100:
+        raise ValueError(f"`percentile` must be above 0 and at most 100; got {percentile}")
     network = getattr(network, "network", network)
     found = list(linears(network))
     seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in found}

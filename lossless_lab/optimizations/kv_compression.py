@@ -83,6 +83,11 @@ class EvictingKV:
     sinks: int = 4
     window: int = 60
 
+    def __post_init__(self) -> None:
+        kept = self.sinks, self.window
+        if not any(kept) or not all(n >= 0 == n % 1 for n in kept):
+            raise ValueError(f"`sinks` and `window` must be whole numbers, not both 0; got {kept}")
+
     def n_compressed(self, n_tokens: int) -> int:
         """How many of `n_tokens` were dropped."""
         return max(0, n_tokens - self.sinks - self.window)

@@ -5,25 +5,28 @@ Every law is exact: nothing is sampled and no model runs.
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import ipywidgets
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 from lossless_lab import plots
 from lossless_lab.statistical.speculative import (
     RULES,
-    Position,
     Rule,
     emitted,
     expected_tokens,
+    joint_tv_limits,
     processed,
 )
 
 from .base import Content, Panel, control
 
 TOP_K = (1, 2, 3, 5, 10, 20, 50, "all")
+_ROUNDING = 1e-11  # TV of a round that is none
 
 
 def speculation(
@@ -78,42 +81,54 @@ def step(
     rules: Mapping[str, Rule] = RULES,
     decode: Callable[[list[int]], str] = str,
 ) -> Content:
-    """What a rule emits at one position, and how many tokens a step yields from there on.
+    """What a rule emits at one position and jointly from there on, and how many tokens a step.
 
     Parameters
     ----------
-    position : row of the logits; the γ rows from there on give the acceptance of later tokens.
+    position : row of the logits; the γ rows after it are the laws of the later tokens, as if these
+        did not depend on what is drawn. Where the text ends, the last ones come again.
     quality : of the draft's law: 0 is all tokens alike, 0.5 the draft's own, 1 the target's.
     """
     settings = {"temperature": temperature, "top_p": top_p}
     settings["top_k"] = 0 if top_k == "all" else top_k
-    rows = slice(position, position + gamma)
-    raw = processed(target_logits[rows], draft_logits[rows], **settings)
-    at = Position(target_probs=raw.target_probs, draft_probs=_mixed(raw, quality))
-    kept, replaced = emitted(at, rules[rule])
+    rows = np.resize(np.arange(len(target_logits))[position : position + gamma + 1], gamma + 1)
+    before = target_logits[[max(position - 1, 0)]]
+    draft = _mixed(target_logits[rows], draft_logits[rows], quality)
+    at = processed(target_logits[rows], draft, **settings)
+    earlier = processed(before, before, **settings).target_probs, at.target_probs[:-1]
+    at, chosen = replace(at, previous_probs=np.concatenate(earlier)), rules[rule]
+    kept, replaced = emitted(at, chosen)
     p, q, output = at.target_probs[0], at.draft_probs[0], kept[0] + replaced[0]
-    alphas = np.resize(kept.sum(-1), gamma)  # the text may end: its acceptances again
-    tv = np.abs(output - p).sum() / 2
-    word = "exactly the target's law" if tv <= 1e-12 else "NOT the target's law"
+    alphas, has_bonus = kept[:-1].sum(-1), chosen.roles(at).bonus is not None
+    tokens = expected_tokens(alphas if has_bonus else alphas[:-1])
+    tv, jointly = np.abs(output - p).sum() / 2, joint_tv_limits(at, rule=chosen)
     with np.errstate(divide="ignore"):
         logs = {"reference_logprob": np.log(p), "candidate_logprob": np.log(output.clip(0))}
     token = [decode([i]) for i in range(len(p))]
     return Content(
         text=f"Accepted: {alphas[0]:.1%} of proposals here; "
-        f"{expected_tokens(alphas):.2f} tokens per step of the target (at most {gamma + 1}).\n"
-        f"Output: {word}, TV {tv if tv > 1e-12 else 0:.3g}.",
+        f"{tokens:.2f} tokens per step of the target (at most {gamma + has_bonus}).\n"
+        f"Output: {_judged(tv)}; next {gamma + 1} tokens jointly: {_judged(*jointly)}.",
         frames={
             "laws": pd.DataFrame({"token": token, "target_prob": p, "draft_prob": q, **logs}),
         },
     )
 
 
-def _mixed(at: Position, quality: float) -> np.ndarray:
+def _mixed(target_logits: np.ndarray, draft_logits: np.ndarray, quality: float) -> torch.Tensor:
     """The draft's law on the way from no knowledge (0) over its own (0.5) to the target's (1)."""
-    alike = np.full_like(at.draft_probs, 1 / at.draft_probs.shape[-1])
-    better = quality > 0.5
-    other, share = (at.target_probs, 2 * quality - 1) if better else (alike, 1 - 2 * quality)
-    return (1 - share) * at.draft_probs + share * other
+    target, draft = (torch.as_tensor(x).double().softmax(-1) for x in (target_logits, draft_logits))
+    alike = torch.full_like(draft, 1 / draft.shape[-1])
+    other, share = (target, 2 * quality - 1) if quality > 0.5 else (alike, 1 - 2 * quality)
+    return ((1 - share) * draft + share * other).log()
+
+
+def _judged(least: float, most: float | None = None) -> str:
+    """What one TV says, or two limits of one."""
+    if (most or least) <= _ROUNDING:
+        return "exactly the target's law, TV 0"
+    limits = dict.fromkeys(f"{tv:.3g}" for tv in (least, most) if tv is not None)
+    return f"NOT the target's law, TV {' to '.join(limits)}"
 
 
 def _draw(figure: Figure, content: Content, state: dict) -> None:

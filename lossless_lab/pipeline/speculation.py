@@ -168,7 +168,11 @@ def pass_ms(network: Any, prompt_ids: Sequence[int], n_tokens: int, *, repeats: 
 @contextlib.contextmanager
 def fixed_drafts(draft: Any, n_draft: int) -> Iterator[Any]:
     """The draft model made to propose exactly γ tokens per round, whatever its confidence."""
-    config = getattr(draft, "network", draft).generation_config
+    config = getattr(getattr(draft, "network", draft), "generation_config", None)
+    if config is None:
+        raise ValueError(f"`draft` must be a network or result of `load`; got {draft!r}")
+    if n_draft not in range(1, 1 << 30):
+        raise ValueError(f"`n_draft` must be a whole number of at least 1; got {n_draft!r}")
     names = (
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",

@@ -12,6 +12,8 @@ from lossless_lab.results import Result
 from lossless_lab.statistical.laws import from_probs
 from lossless_lab.stats.power import check_fractions
 
+_CELLS = 1 << 20  # noise drawn at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronised(Result):
@@ -90,7 +92,7 @@ def synchronise(
     Raises
     ------
     ValueError
-        When a row is no law, the shapes differ, or `n_seeds` is below 1.
+        When a row is no law, the shapes differ, or `n_seeds` is no whole number above 0.
 
     >>> p, q = [[0.7, 0.2, 0.1]], [[0.6, 0.4, 0.0]]  # TV .2, so D from .2 to .333
     >>> found = synchronise(p, q, 20_000, rng=np.random.default_rng(0))
@@ -103,15 +105,18 @@ def synchronise(
             f"`reference_probs` and `candidate_probs` must be [n, vocab_size] alike; got "
             f"{sides[0].shape} and {sides[1].shape}"
         )
-    if not n_seeds >= 1:
-        raise ValueError(f"`n_seeds` must be at least 1; got {n_seeds}")
+    if not n_seeds >= 1 or n_seeds % 1:
+        raise ValueError(f"`n_seeds` must be at least 1 and a whole number; got {n_seeds}")
     for side in sides:
         from_probs(side)
     differing = 0
     for p, q in zip(*sides, strict=True):
         there = (p > 0) | (q > 0)
-        race = rng.exponential(size=(n_seeds, there.sum()))
-        with np.errstate(divide="ignore"):
-            firsts = [(race / side[there]).argmin(1) for side in (p, q)]
-        differing += int((firsts[0] != firsts[1]).sum())
+        n_there = int(there.sum())
+        chunk = max(1, _CELLS // n_there)
+        for done in range(0, n_seeds, chunk):
+            race = rng.exponential(size=(min(chunk, n_seeds - done), n_there))
+            with np.errstate(divide="ignore"):
+                firsts = [(race / side[there]).argmin(1) for side in (p, q)]
+            differing += int((firsts[0] != firsts[1]).sum())
     return Synchronised(n=n_seeds * len(reference_probs), n_differing=differing)

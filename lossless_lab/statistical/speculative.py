@@ -18,7 +18,7 @@ from .speculative_rules import RULES, STANDARD, Position, Roles, Rule, normalise
 
 __all__ = [
     "RULES", "STANDARD", "Position", "Roles", "Rule", "acceptance", "emitted", "expected_tokens",
-    "joint_law", "output_law", "processed", "speculate",
+    "joint_law", "joint_tv_limits", "output_law", "processed", "speculate",
 ]  # fmt: skip
 
 
@@ -52,10 +52,18 @@ def acceptance(target_probs: Any, draft_probs: Any, *, rule: Rule = STANDARD) ->
 def expected_tokens(acceptances: Sequence[float]) -> float:
     """Tokens per step 1 + α₁ + α₁α₂ + …, which is (1 − α^(γ+1)) / (1 − α) where all α are equal.
 
+    Raises
+    ------
+    ValueError
+        When one is no probability.
+
     >>> round(expected_tokens([0.75] * 7), 2)
     3.6
     """
-    return 1.0 + float(np.cumprod(acceptances).sum())
+    alphas = np.asarray(acceptances, dtype=float)
+    if alphas.ndim != 1 or not ((alphas >= 0) & (alphas <= 1 + 1e-9)).all():
+        raise ValueError(f"`acceptances` must be a list of probabilities; got {acceptances}")
+    return 1.0 + float(np.cumprod(alphas).sum())
 
 
 def emitted(at: Position, rule: Rule = STANDARD) -> tuple[np.ndarray, np.ndarray]:
@@ -107,6 +115,30 @@ def joint_law(positions: Sequence[Position], *, gamma: int, rule: Rule = STANDAR
         return _times(accepted, law(k + 1, left - 1)) + _times(replaced, law(k + 1, gamma))
 
     return law(0, gamma)
+
+
+def joint_tv_limits(at: Position, *, rule: Rule = STANDARD) -> tuple[float, float]:
+    """Least and most TV of the next γ + 1 tokens' joint law to the target's, at fixed laws.
+
+    At least that of any one token's law; at most Σ of each token's TV given those before it. Both
+    0 if the rule is lossless, bonus and late positions included.
+
+    Parameters
+    ----------
+    at : [γ + 1, vocab_size], the laws of a round as in `speculate`, whatever its tokens are.
+
+    >>> at = Position(target_probs=[[0.5, 0.5]] * 2, draft_probs=[[0.75, 0.25]] * 2)
+    >>> joint_tv_limits(at)
+    (0.0, 0.0)
+    """
+    kept, replaced = emitted(at, rule)
+    anew, bonus, all_kept = kept + replaced, _bonus(rule, at), kept[:-1].sum(-1).prod()
+    last = anew[-1:] if bonus is None else bonus[-1:]
+    laws = np.concatenate([anew, last, all_kept * last + (1 - all_kept) * anew[-1:]])
+    target = at.target_probs[[*range(len(anew)), -1, -1]]
+    *early, late, after_all_kept, marginal = np.abs(laws - target).sum(-1) / 2
+    most = sum(early) + all_kept * after_all_kept + (1 - all_kept) * late
+    return float(max(*early, marginal)), float(min(most, 1))
 
 
 def speculate(
