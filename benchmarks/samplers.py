@@ -106,6 +106,20 @@ _MARGINS = {0.05: 10_000, 0.01: 100_000}
 # share of the margin, and where the bias lies
 _SHAPES = "spread", "one token", "temperature"
 _BIASES = [(0, "none"), *((share, shape) for share in (0.5, 1) for shape in _SHAPES)]
+# Wide laws, hardly a token of which is drawn twice: law, draws, TV, where the bias lies
+_WIDE = [
+    (("uniform", 20_000), 700, 0, "none"),
+    (("uniform", 20_000), 700, 0.2, "spread"),
+    (("uniform", 20_000), 700, 0.4, "spread"),
+    (("uniform", 20_000), 700, 0.45, "spread"),
+    (("uniform", 20_000), 700, 0.45, "temperature"),
+    (("uniform", 20_000), 700, 0.9, "one token"),
+    (("uniform", 20_000), 2000, 0.45, "spread"),
+    (("one of .05", 20_000), 700, 0.45, "spread"),
+    (("zipf", 20_000), 700, 0.45, "spread"),
+    (("uniform", 4096), 300, 0.45, "spread"),
+    (("uniform", 1000), 300, 0.45, "spread"),
+]
 
 
 def _naive(counts: np.ndarray, probs: np.ndarray) -> np.ndarray:
@@ -149,17 +163,16 @@ def peeking(test: str, name: str, n_tokens: int, n_repetitions: int, rng) -> lis
     return [_alarms(f"{test}, looked at after every draw", n, ever)]
 
 
-def coverage(name: str, n_tokens: int, margin: float, bias: tuple, n_repetitions: int, rng):
-    """How often each limit holds a true TV that is a share of the margin; and its mean.
+def coverage(at: tuple[str, int], n: int, tv: float, shape: str, n_repetitions: int, rng):
+    """How often each limit of n draws holds the true TV; and its mean.
 
     `width` is the mean of the upper limit over that of TV̂ + √(ln 20 / 2n), `widest` the largest
     such ratio met.
     """
-    (share, shape), n = bias, _MARGINS[margin]
-    probs, tv = law(name, n_tokens), margin * share
+    probs = law(*at)
+    drawn = biased(probs, tv, shape)
     bounds = [
-        equivalence.tv_upper_bound(counts, probs)
-        for counts in rng.multinomial(n, biased(probs, tv, shape), n_repetitions)
+        equivalence.tv_upper_bound(rng.multinomial(n, drawn), probs) for _ in range(n_repetitions)
     ]
     ratio = np.array([b.high / (b.estimate + math.sqrt(math.log(20) / (2 * n))) for b in bounds])
     upper, lower = _limits("limit of TV", bounds, n, tv, shape)
@@ -224,10 +237,11 @@ def jobs() -> list[tuple]:
     found += [(peeking, ("sequential", *at), at) for at in _PEEKED]
     found += [(peeking, (NAIVE, *_PEEKED[0]), _PEEKED[0])]
     for at in _BOUND_LAWS:
-        for margin in _MARGINS:
-            for bias in _BIASES:
-                if bias[0] * margin < 0.999 * (1 - law(*at)[0]):
-                    found.append((coverage, (*at, margin, bias), at))
+        for margin, n in _MARGINS.items():
+            for share, shape in _BIASES:
+                if share * margin < 0.999 * (1 - law(*at)[0]):
+                    found.append((coverage, (at, n, margin * share, shape), at))
+    found += [(coverage, case, case[0]) for case in _WIDE]
     two = [(tv, at) for tv in (0, 0.025, 0.05) for at in _PEEKED[:1] + _LAWS[1:2]]
     return found + [(two_sample_coverage, (*at, tv), at) for tv, at in two]
 

@@ -13,7 +13,7 @@ from benchmarks import samplers
 from lossless_lab.statistical import equivalence
 from lossless_lab.statistical.equivalence import tv_upper_bound, tv_upper_bound_two_samples
 from lossless_lab.statistical.sampler_verdict import judge_sampler
-from lossless_lab.stats.tv_limits import any_limit, mean_excess, weights
+from lossless_lab.stats.tv_limits import any_limit, mean_excess, spread_limit, weights
 
 
 @pytest.fixture
@@ -67,16 +67,16 @@ def test_never_wider_than_the_simple_bound(confidence, rng):
 
 
 @pytest.mark.parametrize(
-    ("law", "margin", "bias"),
+    ("law", "n", "tv", "shape"),
     [
-        (("uniform", 16), 0.05, (0, "none")),
-        (("zipf", 512), 0.05, (0.5, "spread")),
-        (("zipf", 16), 0.05, (1, "one token")),
-        (("uniform", 512), 0.05, (1, "temperature")),
+        (("uniform", 16), 10_000, 0, "none"),
+        (("zipf", 512), 10_000, 0.025, "spread"),
+        (("zipf", 16), 10_000, 0.05, "one token"),
+        (("uniform", 512), 10_000, 0.05, "temperature"),
     ],
 )
-def test_coverage_reduced(law, margin, bias, rng):
-    for row in samplers.coverage(*law, margin, bias, 150, rng):
+def test_coverage_reduced(law, n, tv, shape, rng):
+    for row in samplers.coverage(law, n, tv, shape, 150, rng):
         assert row["claim"] == "95% holds", row
         assert row.get("widest", 0) <= 1
 
@@ -91,13 +91,32 @@ def test_a_bound_of_the_corrected_estimate_is_caught(rng, monkeypatch):
         )
 
     monkeypatch.setattr(samplers.equivalence, "tv_upper_bound", wrong)
-    assert samplers.coverage("zipf", 16, 0.05, (1, "spread"), 150, rng)[0]["claim"] == "95% FAILS"
+    row = samplers.coverage(("zipf", 16), 10_000, 0.05, "spread", 150, rng)[0]
+    assert row["claim"] == "95% FAILS"
+
+
+def test_the_spread_limit_holds_where_hardly_a_token_is_drawn_twice(rng):
+    """Its own error is 4 %.
+
+    Mutant: Σ(p/w)² as the draws alone say it, which is too small when U is; it misses in 7 %.
+    """
+    n, tv, n_tokens, missed = 700, 0.4, 20_000, np.zeros(2)
+    probs = samplers.law("uniform", n_tokens)
+    for c in rng.multinomial(n, samplers.biased(probs, tv, "spread"), 1000):
+        pairs = (c * (c - 1.0)).sum() / (n * (n - 1)) * n_tokens
+        limit = spread_limit(pairs - 1, pairs * n_tokens, probs, n, 0.04)
+        variance = 16 * (1 + 2 * tv) * tv**2 / n + 2 * max(1, pairs) * n_tokens / n**2
+        naive = 4 * tv**2 - stats.norm.isf(0.04) * math.sqrt(variance) > max(pairs - 1, 0)
+        missed += limit < tv, naive
+    assert missed[0] <= 0.04 * 1000 and missed[1] >= 0.05 * 1000, missed
 
 
 def test_the_published_coverage_and_width():
     table = pd.read_csv(samplers.TABLE).query("what == 'coverage'")
     upper = table[table.case == "upper limit of TV"]
-    assert set(upper.n_tokens) == {16, 512, 4096} and (upper.widest <= 1).all()
+    assert set(upper.n_tokens) >= {16, 512, 4096, 20_000} and (upper.widest <= 1).all()
+    assert upper[(upper.n_tokens == 20_000) & (upper.tv >= 0.4)].claim.eq("95% holds").sum() >= 6
+    upper = upper[upper.n >= 10_000]
     for n_tokens, width in ((16, 0.85), (512, 0.87), (4096, 0.61)):
         perfect = upper[(upper.tv == 0) & (upper.n_tokens == n_tokens)]
         assert (perfect.width < width).all()
@@ -166,6 +185,8 @@ def test_the_draws_needed_are_enough_and_not_many_too_many():
         tiny = bound.n_needed(1e-7)
         assert tiny == pytest.approx(bound.n_needed(2e-4) * 4e6, rel=0.01)
     assert bound.n_needed(0.97) <= 2
+    sure = tv_upper_bound([5, 5], [0.5, 0.5], confidence=1 - 1e-14)
+    assert sure.n_needed(0.01) > 10 * tv_upper_bound([5, 5], [0.5, 0.5]).n_needed(0.01)
     certain = tv_upper_bound([5, 0], [1, 0])
     assert certain.n_needed(1e-12) == pytest.approx(math.log(20) * 1e12, rel=0.01)
 
@@ -211,6 +232,48 @@ def test_a_joint_law_is_judged_as_one(rng):
     assert verdict.worst_token % 9 == 0  # on the diagonal
 
 
+@pytest.mark.parametrize("n_tokens", [3, 16, 300, 4000])
+def test_the_pvalue_goes_with_the_word(n_tokens, rng):
+    """The lower limit is above 0 just where its own test says so; DIFFERENT is always rejected."""
+    probs = samplers.law("uniform", n_tokens)
+    seen = set()
+    for n, tv in itertools.product((40, 400, 4000), (0, 0.1, 0.15, 0.3)):
+        counts = rng.multinomial(n, samplers.biased(probs, tv, "spread"))
+        p = equivalence.preferred_sets_pvalue(counts, probs)
+        for confidence in (0.9, 0.95, 1 - p * 1.001, 1 - p * 0.999):
+            if not 0.5 <= confidence < 1:
+                continue
+            assert (tv_upper_bound(counts, probs, confidence=confidence).low > 0) == (
+                p < 1 - confidence
+            )
+            verdict = judge_sampler(counts, probs, margin=0.001, confidence=confidence)
+            assert verdict.rejected or verdict.word != "DIFFERENT"
+            assert f"by {verdict.test}" in str(verdict)
+            assert ("no cells left for chi-square" in str(verdict)) == (n < 10 or n < 5 * n_tokens)
+            seen.add(verdict.word)
+    assert seen >= {"DIFFERENT", "INCONCLUSIVE"}
+
+
+def test_the_pvalue_of_sets_by_hand():
+    """Of three tokens there are 6 sets: the smallest of their binomial tails, times 6."""
+    counts, probs = np.array([9, 6, 1]), np.array([0.2, 0.3, 0.5])
+    sets = [s for s in itertools.product((0, 1), repeat=3) if 0 < sum(s) < 3]
+    tails = [stats.binom.sf(counts @ s - 1, 16, probs @ s) for s in sets]
+    assert equivalence.preferred_sets_pvalue(counts, probs) == pytest.approx(6 * min(tails))
+    assert equivalence.preferred_sets_pvalue([0, 0], [0.5, 0.5]) == 1
+    assert equivalence.preferred_sets_pvalue([7, 0], [1.0, 0.0]) == 1
+    assert equivalence.preferred_sets_pvalue([0, 1, 0], [1.0, 0.0, 0.0]) < 1e-290
+
+
+def test_a_wide_law_is_rejected_where_it_is_called_different(rng):
+    """2,000 draws of 4,000 tokens: chi-square has no cells, no token stands out, but sets do."""
+    probs = samplers.law("uniform", 4000)
+    verdict = judge_sampler(rng.multinomial(2000, samplers.biased(probs, 0.3, "spread")), probs,
+                            margin=0.001)  # fmt: skip
+    assert verdict.word == "DIFFERENT" and verdict.rejected and verdict.worst_token_pvalue == 1
+    assert verdict.test == "sets of tokens; no cells left for chi-square"
+
+
 def test_surely_different_by_less_than_the_margin(rng):
     probs = samplers.law("uniform", 16)
     counts = rng.multinomial(1_000_000, samplers.biased(probs, 0.005, "spread"))
@@ -241,6 +304,7 @@ def test_too_few_draws_are_told_how_many_are_needed(rng):
         (lambda: tv_upper_bound([1, 2], [0.5, 0.5]).word(-1), "`margin` .* got -1"),
         (lambda: tv_upper_bound([1, 2], [0.5, 0.5], confidence=95), "`confidence` .* got 95"),
         (lambda: tv_upper_bound_two_samples([1], [1], confidence=0), "`confidence` .* got 0"),
+        (lambda: judge_sampler([1, 2], [0.5, 0.5], margin=0.1, confidence=0.2), "got 0.2"),
         (lambda: judge_sampler([1, 2], [0.5, 0.5], margin=1), "`margin` .* got 1"),
         (lambda: judge_sampler([1, 2], [0.5, 0.5], margin=math.nan), "`margin` .* got nan"),
     ],

@@ -117,6 +117,24 @@ def test_a_logit_that_is_no_number_is_no_law():
         sampler_fit([(logits, [0, 0, 0])], rng=np.random.default_rng(0))
 
 
+@pytest.mark.parametrize(
+    ("shape", "ids", "says"),
+    [
+        ((1, 4), [0, 1, 2], r"got 3 ids for logits \(1, 4\) in piece 1"),
+        ((3, 4), [0], r"got 1 ids for logits \(3, 4\)"),
+        ((0, 4), [1], "got 1 ids"),
+        ((2, 4), [], "got 0 ids"),
+        ((2, 4), [1, -1], "got -1 as an id"),
+        ((2, 4), [1, 4], "got 4 as an id"),
+        ((4,), [1], r"got 1 ids for logits \(4,\)"),
+    ],
+)
+def test_one_token_for_each_law(shape, ids, says):
+    pieces = [(torch.zeros(1, 4), [0]), (torch.zeros(shape), ids)]
+    with pytest.raises(ValueError, match=says):
+        sampler_fit(pieces, rng=np.random.default_rng(0))
+
+
 def test_no_tokens_reject_nothing():
     fit = sampler_fit([(torch.zeros(0, 4), [])], rng=np.random.default_rng(0))
     assert fit.n_tokens == 0 and not fit.rejected

@@ -13,9 +13,16 @@ from statsmodels.stats.power import GofChisquarePower
 
 from benchmarks import detection, sampler_power, samplers
 from lossless_lab.mutants.speculative import SPECULATIVE_MUTANTS
+from lossless_lab.semantic.paired import PairedTable
 from lossless_lab.statistical.equivalence import tv_upper_bound_two_samples
-from lossless_lab.statistical.goodness_of_fit import chi_square_fit, g_fit, multinomial_fit
+from lossless_lab.statistical.goodness_of_fit import (
+    SamplerFit,
+    chi_square_fit,
+    g_fit,
+    multinomial_fit,
+)
 from lossless_lab.statistical.sampler_verdict import judge_sampler
+from lossless_lab.statistical.slices import Concentration
 from lossless_lab.statistical.token_shares import share_difference_tests, token_share_tests
 from lossless_lab.statistical.two_sample import chi_square_two_samples, mmd_test
 from lossless_lab.stats import power, sequential
@@ -75,7 +82,9 @@ def test_one_cell_is_nothing_to_test():
     ):
         assert math.isnan(fit.pvalue) and "nothing to test" in str(fit)
     verdict = judge_sampler([8, 0], [0.5, 0.5], margin=0.05)
-    assert verdict.pvalue == token_share_tests([8, 0], [0.5, 0.5]).pvalue < 0.05
+    assert verdict.test.endswith("; no cells left for chi-square")
+    single, sets = 2 / 256 * 2, 2 / 256  # 2 tokens two-sided; 2 sets one-sided
+    assert verdict.pvalue == pytest.approx(2 * min(single, sets)) and verdict.pvalue < 0.05
 
 
 def test_impossible_tokens_are_told_before_anything_is_pooled():
@@ -119,6 +128,34 @@ def test_a_pvalue_is_never_zero():
     assert 0 < token_share_tests(*far).pvalue < 1e-100
     assert 0 < chi_square_two_samples([10_000, 0], [0, 10_000]).pvalue < 1e-100
     assert mmd_test([[1]] * 50, [[2]] * 50, n_resamples=99, rng=RNG).pvalue == 0.01
+
+
+def test_a_floor_is_not_printed_as_a_value():
+    far = [10_000, 0], [1e-3, 1 - 1e-3]
+    uneven = pd.DataFrame({"kind": ["a", "b"], "n_documents": 30, "failed": [0.5, 0.1]})
+    floors = {
+        "p ≤ 0.01 (the least": [
+            multinomial_fit(*far, n_resamples=99, rng=RNG),
+            mmd_test([[1]] * 50, [[2]] * 50, n_resamples=99, rng=RNG),
+        ],
+        "p ≤ 1e-290 (the least": [
+            chi_square_fit(*far),
+            g_fit(*far),
+            token_share_tests(*far),
+            chi_square_two_samples([10_000, 0], [0, 10_000]),
+            judge_sampler(*far, margin=0.1),
+            sequential.sequential_fit([[10**9, 0]], [0.5, 0.5]),
+            SamplerFit(n_tokens=9, pvalue=0.0, n_impossible=0),
+            PairedTable(both=0, only_reference=3000, only_candidate=0, neither=0),
+        ],
+        "p ≤ 0.0001 (the least": [
+            Concentration(frame=uneven, pvalue=1e-4, threshold=1.0, least=1e-4),
+        ],
+    }
+    for floor, results in floors.items():
+        for result in results:
+            assert floor in str(result) and "p = " not in str(result), result
+    assert "p = 1)" in str(multinomial_fit([1, 0], [0.5, 0.5], n_resamples=99, rng=RNG))
 
 
 def test_token_shares_are_binomial_tests(rng):
@@ -198,6 +235,12 @@ def test_mmd_sees_a_difference_of_sequences(rng):
         (lambda: token_share_tests([1, -2], [0.5, 0.5]), r"got -2 at \[1\]"),
         (lambda: g_fit([1, 0.5], [0.5, 0.5]), r"got 0.5 at \[1\]"),
         (lambda: multinomial_fit([], [], rng=RNG), "one per token"),
+        (lambda: multinomial_fit([1, 2], [0.5, 0.5], n_resamples=0, rng=RNG), "least 1; got 0"),
+        (lambda: multinomial_fit([1, 2], [0.5, 0.5], n_resamples=2.5, rng=RNG), "got 2.5"),
+        (lambda: sequential.log_evalue([-1, 1], [0.5, 0.5]), "`counts` must be whole numbers ≥ 0"),
+        (lambda: sequential.log_evalue([[2, 1], [0, 0.5]], [0.5, 0.5]), "`counts` must be whole"),
+        (lambda: sequential.log_evalue([1, 1, 1], [0.5, 0.5]), r"one per token \(2,\)"),
+        (lambda: sequential.sequential_fit([[[1, 1]]], [0.5, 0.5]), "whole .* at 0"),
         (lambda: chi_square_two_samples([1, 2], [1, 2, 3]), "one shape"),
         (lambda: mmd_test([[1, 2]] * 3, [[1]] * 3, rng=RNG), "one width"),
         (lambda: mmd_test([[1]] * 3, [[1]] * 3, n_resamples=0, rng=RNG), "at least 1; got 0"),

@@ -10,13 +10,14 @@ import torch
 from scipy import stats
 
 from ..results import Result
+from ..stats.multiplicity import pvalue_text
 from .capture import model_inputs
 from .local import local_error as local_error
 from .noise import centred_rms
 from .parts import decoder_layers
 from .replay import Run, record, swapped
 
-_ALPHA = 0.05
+_ALPHA, _RESAMPLES = 0.05, 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +65,8 @@ class Attribution(Result):
         return tuple(int(layer) for layer in changed.loc[order, "layer"])
 
     def __str__(self) -> str:
-        views = f"rank correlation {self.rank_correlation:.2g}, p = {self.pvalue:.2g}"
+        p = pvalue_text(self.pvalue, least=1 / (1 + _RESAMPLES))
+        views = f"rank correlation {self.rank_correlation:.2g}, {p}"
         if _changed(self.frame).empty:
             text = "no ranking: no layer changes the logits"
             text += "; what changed lies outside the layers" if self.whole else ""
@@ -198,6 +200,6 @@ def _agreement(changed: pd.DataFrame) -> tuple[float, float]:
     x, y = stats.rankdata(views, axis=1)
     test = stats.permutation_test(
         (x,), lambda ranks, axis: (ranks * y).sum(axis), permutation_type="pairings",
-        alternative="greater", n_resamples=9999, rng=np.random.default_rng(0),
+        alternative="greater", n_resamples=_RESAMPLES, rng=np.random.default_rng(0),
     )  # fmt: skip
     return float(stats.spearmanr(x, y).statistic), float(test.pvalue)

@@ -11,6 +11,7 @@ from scipy import optimize, stats
 
 from ..results import Result
 from ..stats.intervals import Interval
+from ..stats.multiplicity import pvalue_text
 from ..stats.power import check_fractions
 from .items import TRUTH
 
@@ -64,7 +65,7 @@ class PairedTable(Result):
         flips = f"{self.only_reference} lost, {self.only_candidate} gained"
         return (
             f"accuracy {accuracies} on {self.n} items, {100 * self.flip_rate:.1f} % flipped "
-            f"({flips}; McNemar p = {mcnemar(self):.2g})"
+            f"({flips}; McNemar {pvalue_text(mcnemar(self))})"
         )
 
 

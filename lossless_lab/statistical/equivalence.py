@@ -16,7 +16,7 @@ from scipy import optimize, special
 from ..results import Result
 from ..stats.power import check_fractions
 from ..stats.tv_limits import any_limit, mean_excess, share_limit, spread_limit, weights
-from .goodness_of_fit import checked, checked_pair
+from .goodness_of_fit import TINY, checked, checked_pair
 
 _SPLIT_FROM = 100  # draws; with fewer the first limit of `tv_upper_bound` has all the error
 _FEW = 4  # possible tokens, of which all sets are tried; of more, sets are chosen by draws
@@ -64,7 +64,8 @@ class TVBound(Result):
         if margin < _SMALL:  # there the margin falls as 1/√n, or as 1/n for one possible token
             power = 2 if (self.law > 0).sum() > 1 or not self.known else 1
             return math.ceil(self.n_needed(_SMALL) * (_SMALL / margin) ** power)
-        enough = ((math.sqrt(len(self.law)) + 3) / margin) ** 2
+        sure = math.sqrt(-math.log(1 - self.confidence))
+        enough = ((math.sqrt(len(self.law)) + 3 + sure) / margin) ** 2
         log_n = optimize.brentq(
             lambda x: math.log(_perfect(self, math.exp(x)) / margin), 0, math.log(enough), xtol=1e-3
         )
@@ -112,7 +113,7 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     ------
     ValueError
         When `probs` is no law, the counts are not whole, not there, or of another shape, or
-        `confidence` is not in (0, 1).
+        `confidence` is not in [0.5, 1).
 
     Notes
     -----
@@ -128,7 +129,7 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     >>> bound.estimate, bound.low, 0.02 < bound.high < 0.04
     (0.0, 0.0, True)
     """
-    check_fractions(confidence=confidence)
+    _check_confidence(confidence)
     c, q = checked(counts, probs)
     n, alpha = int(c.sum()), 1 - confidence
     stated = {"n": n, "confidence": confidence, "law": q}
@@ -145,14 +146,31 @@ def tv_upper_bound(counts: ArrayLike, probs: ArrayLike, *, confidence: float = 0
     if (q > 0).sum() == 1:
         high = share_limit(c[q == 0].sum(), n, alpha)
 
-    def preferred(first: np.ndarray) -> np.ndarray:
-        return first > q * first.sum(-1, keepdims=True)
-
     def lowest(sets: np.ndarray, part: float, draws: np.ndarray) -> np.ndarray:
         return _share_limit(draws, sets, alpha * part) - sets @ q
 
-    low = _low(q > 0, preferred, lowest, c)
+    low = _low(q > 0, _preferred(q), lowest, c)
     return _bound(np.abs(share - q).sum() / 2, low, high, **stated)
+
+
+def preferred_sets_pvalue(counts: ArrayLike, probs: ArrayLike) -> float:
+    """The test behind `low` of `tv_upper_bound`: below 1 − confidence just where `low` is above 0.
+
+    Parameters
+    ----------
+    counts, probs : as there.
+
+    >>> round(preferred_sets_pvalue([8, 2], [0.5, 0.5]), 4)  # 2 sets, each P(X ≥ 8) = 56/1024
+    0.1094
+    """
+    c, q = checked(counts, probs)
+
+    def surprise(sets: np.ndarray, part: float, draws: np.ndarray) -> np.ndarray:
+        k, n = (draws * sets).sum(-1), draws.sum(-1)
+        tail = special.betainc(np.maximum(k, 1), n - k + 1, np.minimum(sets @ q, 1))
+        return -np.log(np.clip(np.where(k > 0, tail, 1) / part, TINY, 1))
+
+    return math.exp(-_low(q > 0, _preferred(q), surprise, c))
 
 
 def tv_upper_bound_two_samples(
@@ -171,7 +189,7 @@ def tv_upper_bound_two_samples(
     >>> round(tv_upper_bound_two_samples([50, 50], [50, 50]).high, 4)
     0.1731
     """
-    check_fractions(confidence=confidence)
+    _check_confidence(confidence)
     x, y = checked_pair(counts_x, counts_y)
     n_x, n_y, alpha = int(x.sum()), int(y.sum()), 1 - confidence
     n = n_x * n_y / max(n_x + n_y, 1)
@@ -192,6 +210,11 @@ def tv_upper_bound_two_samples(
     low = _low(np.ones(len(x), dtype=bool), preferred, lowest, x, y)
     high = estimate + math.sqrt(-math.log(alpha) / (2 * n))
     return _bound(estimate, low, high, **stated)
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0.5 <= confidence < 1:  # below, an upper limit would lie under the estimate
+        raise ValueError(f"`confidence` must be at least 0.5 and below 1; got {confidence}")
 
 
 def _part(q: np.ndarray, n: int, alpha: float) -> float:
@@ -216,6 +239,10 @@ def _perfect(bound: TVBound, n: float) -> float:
     if part < alpha:
         high = min(high, spread_limit(0.0, 0.0, q, n, alpha - part))
     return min(high, 1.0)
+
+
+def _preferred(q: np.ndarray) -> Callable:
+    return lambda first: first > q * first.sum(-1, keepdims=True)
 
 
 def _low(possible: np.ndarray, preferred: Callable, lowest: Callable, *counts: np.ndarray) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from scipy import special, stats
 
 from ..results import Result
+from ..stats.multiplicity import LEAST, pvalue_text
 from .laws import from_probs
 from .sampler_laws import sampler_probs
 
@@ -19,7 +20,7 @@ SIZE = 0.01  # share of honest samplers that are rejected
 _SLACK = 1e-4  # by which engines may round a filter's border
 _LEAST = 5  # expected count of a cell, or it is pooled with the others that have less
 _CELLS = 1 << 21  # simulated counts at a time
-_TINY = float(np.finfo(float).tiny)
+TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class SamplerFit(Result):
 
     def __str__(self) -> str:
         impossible = f", {self.n_impossible} of them impossible" if self.n_impossible else ""
-        return f"{self.n_tokens} tokens{impossible} (p = {self.pvalue:.2g})"
+        return f"{self.n_tokens} tokens{impossible} ({pvalue_text(self.pvalue)})"
 
 
 def sampler_fit(
@@ -68,6 +69,11 @@ def sampler_fit(
     temperature, top_k, top_p, min_p : the sampler's settings, as in `sampler_probs`.
     rng : deals V.
 
+    Raises
+    ------
+    ValueError
+        When there is not one token id of the vocabulary for each row of logits.
+
     Source: Rosenblatt 1952, Ann. Math. Statist. 23, randomised for laws with atoms.
 
     >>> piece = (torch.zeros(1, 4), [1])  # u lies in [1/4, 1/2], so D >= 1/2
@@ -78,18 +84,25 @@ def sampler_fit(
     loose = {"top_k": top_k, "top_p": min(1.0, top_p + _SLACK), "min_p": min_p * (1 - _SLACK)}
     found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     n_impossible = 0
-    for logits, tokens in pieces:
-        chosen = torch.as_tensor(list(tokens), device=logits.device)[:, None]
-        if not len(chosen):
+    for i, (logits, tokens) in enumerate(pieces):
+        ids = torch.as_tensor(list(tokens), device=logits.device)
+        outside = ids[(ids < 0) | (ids >= logits.shape[-1])].tolist()
+        if ids.shape != logits.shape[:-1] or outside:
+            raise ValueError(
+                "`pieces` must have one id of the vocabulary for each row of logits; got "
+                f"{(outside or [len(ids)])[0]} {'as an id' if outside else 'ids'} for logits "
+                f"{tuple(logits.shape)} in piece {i}"
+            )
+        if not len(chosen := ids[:, None]):
             continue
         probs = sampler_probs(logits, temperature=temperature, **filters)
         possible = sampler_probs(logits, temperature=temperature, **loose).gather(1, chosen) > 0
         n_impossible += int((~possible).sum())
         own = probs.gather(1, chosen)
-        ids = torch.arange(probs.shape[1], device=probs.device)
-        equal_but_before = (probs == own) & (ids < chosen)
+        before_it = torch.arange(probs.shape[1], device=probs.device) < chosen
+        likelier = (probs > own) | (probs == own) & before_it
         v = torch.as_tensor(rng.random(len(chosen)), dtype=probs.dtype, device=probs.device)
-        for us, before in zip(found, ((probs > own) | equal_but_before, ids < chosen), strict=True):
+        for us, before in zip(found, (likelier, before_it), strict=True):
             u = (probs * before).sum(1) + v * own[:, 0]
             us.append(u.clamp(0, 1).double().cpu().numpy())
     n = sum(map(len, found[0]))
@@ -109,6 +122,7 @@ class FitTest(Result):
     n : draws, the impossible ones included.
     n_pooled : tokens that were counted together, having expected counts below 5.
     n_impossible : draws of tokens that the law gives no probability.
+    least : p-value below which this test cannot go.
     """
 
     test: str
@@ -117,10 +131,11 @@ class FitTest(Result):
     n: int
     n_pooled: int = 0
     n_impossible: int = 0
+    least: float = LEAST
 
     def __str__(self) -> str:
         impossible = f", {self.n_impossible} impossible" if self.n_impossible else ""
-        p = "nothing to test" if math.isnan(self.pvalue) else f"p = {self.pvalue:.2g}"
+        p = pvalue_text(self.pvalue, least=self.least)
         return f"{self.test}: {self.n} draws{impossible} ({p})"
 
 
@@ -171,9 +186,15 @@ def multinomial_fit(
 
     Exact at any n, however rare the tokens are.
 
+    Raises
+    ------
+    ValueError
+        As `chi_square_fit`, and when `n_resamples` is not a whole number of at least 1.
+
     >>> multinomial_fit([0, 9], [0.9, 0.1], n_resamples=999, rng=np.random.default_rng(0)).pvalue
     0.001
     """
+    check_resamples(n_resamples)
     c, q = checked(counts, probs)
     possible = q > 0
     kept, law = c[possible], q[possible]
@@ -193,7 +214,14 @@ def multinomial_fit(
         pvalue=(1 + k) / (1 + n_resamples),
         n=int(c.sum()),
         n_impossible=int(c.sum()) - n,
+        least=1 / (1 + n_resamples),
     )
+
+
+def check_resamples(n_resamples: int) -> None:
+    """Refuses what is no number of resamples."""
+    if not (n_resamples >= 1 and n_resamples % 1 == 0):
+        raise ValueError(f"`n_resamples` must be a whole number of at least 1; got {n_resamples}")
 
 
 def checked(counts: ArrayLike, probs: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -255,7 +283,7 @@ def _fit(counts: ArrayLike, probs: ArrayLike, test: str) -> FitTest:
         else:
             scale = max(1.0, 1 + (inverse - k * k - 2 * k + 2) / (2 * n * (k - 1)))
             statistic = ((observed - expected) ** 2 / expected).sum()
-        pvalue = max(float(special.chdtrc((k - 1) / scale, statistic / scale)), _TINY)
+        pvalue = max(float(special.chdtrc((k - 1) / scale, statistic / scale)), TINY)
     return FitTest(
         test=test,
         statistic=float(statistic),

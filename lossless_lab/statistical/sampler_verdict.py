@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from ..results import Result
-from ..stats.multiplicity import holm
+from ..stats.multiplicity import holm, pvalue_text
 from ..stats.power import check_fractions
-from .equivalence import TVBound, tv_upper_bound
+from .equivalence import TVBound, preferred_sets_pvalue, tv_upper_bound
 from .goodness_of_fit import chi_square_fit
 from .token_shares import token_share_tests
 
@@ -22,11 +22,14 @@ class SamplerVerdict(Result):
 
     Parameters
     ----------
-    word : EQUIVALENT, DIFFERENT or INCONCLUSIVE, by the limits of TV and the margin alone.
+    word : EQUIVALENT, DIFFERENT or INCONCLUSIVE, by the limits of TV and the margin; DIFFERENT only
+        if `rejected` too.
     margin : of TV.
     bound : the limits.
-    pvalue : that the law is right: chi-square and single tokens, Holm over both; over the second
-        alone where there are too few draws for the first.
+    pvalue : that the law is right, of the strongest of three tests, Holm over them: chi-square,
+        single tokens, and the sets of tokens that the lower limit of TV is from.
+    test : which one it was; and whether chi-square had no cells left, as where fewer than two are
+        expected 5 times.
     n_impossible : draws of tokens that the law gives no probability; a finding by itself.
     worst_token : the token (flat index) whose share is the least likely, and its p-value by Holm.
     """
@@ -35,6 +38,7 @@ class SamplerVerdict(Result):
     margin: float
     bound: TVBound
     pvalue: float
+    test: str
     n_impossible: int
     worst_token: int
     worst_token_pvalue: float
@@ -62,7 +66,7 @@ class SamplerVerdict(Result):
         needed = f"; {self.n_needed} draws needed" if self.word == "INCONCLUSIVE" else ""
         return (
             f"{self.word} within {self.margin:g}{needed}: {self.bound}, "
-            f"p = {self.pvalue:.2g}{impossible}"
+            f"{pvalue_text(self.pvalue)} by {self.test}{impossible}"
         )
 
 
@@ -81,7 +85,7 @@ def judge_sampler(
     ------
     ValueError
         When `law` is no law, the counts are not whole, not there, or of another shape, or margin
-        or confidence is not in (0, 1).
+        is not in (0, 1) or confidence not in [0.5, 1).
 
     >>> judge_sampler([510, 490], [0.5, 0.5], margin=0.05).word
     'EQUIVALENT'
@@ -91,13 +95,19 @@ def judge_sampler(
     check_fractions(margin=margin)
     bound = tv_upper_bound(counts, law, confidence=confidence)
     fit, shares = chi_square_fit(counts, law), token_share_tests(counts, law)
-    pvalues = [p for p in (fit.pvalue, shares.pvalue) if not math.isnan(p)]
-    return SamplerVerdict(
+    tests = {"chi-square": fit.pvalue, "single tokens": shares.pvalue}
+    tests["sets of tokens"] = preferred_sets_pvalue(counts, law)
+    missing = "; no cells left for chi-square" if math.isnan(tests["chi-square"]) else ""
+    tests = {test: p for test, p in tests.items() if not math.isnan(p)}
+    verdict = SamplerVerdict(
         word=bound.word(margin),
         margin=margin,
         bound=bound,
-        pvalue=float(holm(pvalues).min()),
+        pvalue=float(holm([*tests.values()]).min()),
+        test=min(tests, key=tests.get) + missing,
         n_impossible=fit.n_impossible,
         worst_token=int(shares.pvalues.argmin()),
         worst_token_pvalue=shares.pvalue,
     )
+    unsure = verdict.word == "DIFFERENT" and not verdict.rejected
+    return replace(verdict, word="INCONCLUSIVE") if unsure else verdict

@@ -10,7 +10,7 @@ from scipy import stats
 
 from ..results import Result
 from ..stats.intervals import MIN_CLUSTERS
-from ..stats.multiplicity import holm
+from ..stats.multiplicity import holm, pvalue_text
 from .distances import MEASURES
 from .estimates import Estimates
 
@@ -100,11 +100,13 @@ class Concentration(Result):
     pvalue : chance of so uneven a spread were the kinds dealt to documents at random.
     threshold : the measure from which a token counts as failed; inf where all of those are not
         finite.
+    least : p-value below which this test cannot go.
     """
 
     frame: pd.DataFrame
     pvalue: float
     threshold: float
+    least: float
 
     def to_frame(self) -> pd.DataFrame:
         """One row per kind."""
@@ -115,8 +117,9 @@ class Concentration(Result):
         other, _, least = self.frame.iloc[-1]
         where = f"at {self.threshold:.3g} or more" if np.isfinite(self.threshold) else "not finite"
         return (
-            f"{where}: {failed:.1%} of the tokens of {kind}, {least:.1%} of {other}; p = "
-            f"{self.pvalue:.2g} for so uneven a spread if kinds were dealt to documents at random"
+            f"{where}: {failed:.1%} of the tokens of {kind}, {least:.1%} of {other}; "
+            f"{pvalue_text(self.pvalue, least=self.least)} for so uneven a spread if kinds were "
+            "dealt to documents at random"
         )
 
 
@@ -187,4 +190,5 @@ def concentration(
     found = shares.agg(["size", "mean"]).sort_values("mean", ascending=False).reset_index()
     found.columns = [by, "n_documents", "failed"]
     threshold = float(x[failed].min())
-    return Concentration(frame=found, pvalue=float(test.pvalue), threshold=threshold)
+    least = 1 / (1 + n_resamples)
+    return Concentration(frame=found, pvalue=float(test.pvalue), threshold=threshold, least=least)

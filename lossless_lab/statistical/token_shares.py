@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from scipy import special, stats
 
 from ..results import Result
-from ..stats.multiplicity import holm
+from ..stats.multiplicity import holm, pvalue_text
 from .goodness_of_fit import checked, checked_pair
 
 
@@ -44,7 +44,7 @@ class TokenShares(Result):
         share = self.counts[token] / max(self.counts.sum(), 1)
         return (
             f"token {token}: share {share:.4g} for {self.probs[token]:.4g} "
-            f"(p = {self.pvalue:.2g} over {len(self.probs)} tokens)"
+            f"({pvalue_text(self.pvalue)}, over {len(self.probs)} tokens)"
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import sparse, stats
 
-from .goodness_of_fit import FitTest, checked_pair, pool
+from .goodness_of_fit import FitTest, check_resamples, checked_pair, pool
 
 _CELLS = 1 << 21  # permuted counts at a time
 
@@ -76,8 +76,7 @@ def mmd_test(
             f"`x` and `y` must be [sequences, n_tokens] with one width and two sequences or more; "
             f"got {x.shape} and {y.shape}"
         )
-    if n_resamples < 1 or n_resamples % 1:
-        raise ValueError(f"`n_resamples` must be a whole number of at least 1; got {n_resamples}")
+    check_resamples(n_resamples)
     tokens, n, m = np.concatenate([x, y]), len(x), len(y)
     _, ids = np.unique(tokens, return_inverse=True)
     ids = ids.reshape(tokens.shape) * tokens.shape[1] + np.arange(tokens.shape[1])
@@ -103,4 +102,5 @@ def mmd_test(
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         k += int((statistic(rng.permuted(np.repeat(first.T, size, 0), axis=1).T) >= observed).sum())
-    return FitTest(test="MMD", statistic=observed, pvalue=(1 + k) / (1 + n_resamples), n=n + m)
+    pvalue, least = (1 + k) / (1 + n_resamples), 1 / (1 + n_resamples)
+    return FitTest(test="MMD", statistic=observed, pvalue=pvalue, n=n + m, least=least)

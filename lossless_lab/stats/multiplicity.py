@@ -1,10 +1,14 @@
-"""Many p-values at once: over tokens, positions or prompts."""
+"""Many p-values at once, over tokens, positions or prompts; and how one is printed."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
+
+LEAST = 1e-290  # p-value: what floating point leaves of any test, Holm over all its tests
 
 
 def holm(pvalues: ArrayLike) -> np.ndarray:
@@ -49,6 +53,23 @@ def benjamini_hochberg(pvalues: ArrayLike) -> np.ndarray:
     [0.03, 0.04, 0.04]
     """
     return stats.false_discovery_control(_pvalues(pvalues))
+
+
+def pvalue_text(pvalue: float, *, least: float = LEAST) -> str:
+    """A p-value as "p = …", or as "p ≤ …" where it is no more than the least the test can give.
+
+    Parameters
+    ----------
+    least : 1/(1 + n) of n resamples, or LEAST.
+
+    >>> pvalue_text(0.0123), pvalue_text(0.001, least=0.001)
+    ('p = 0.012', 'p ≤ 0.001 (the least this test can give)')
+    """
+    if math.isnan(pvalue):
+        return "nothing to test"
+    if pvalue > least:
+        return f"p = {pvalue:.2g}"
+    return f"p ≤ {least:.2g} (the least this test can give)"
 
 
 def _pvalues(pvalues: ArrayLike) -> np.ndarray:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from ..results import Result
+from .multiplicity import pvalue_text
 from .power import check_fractions
 
 _LEAST = 1e-300  # probability; gammaln fails of less
@@ -39,7 +40,7 @@ class SequentialFit(Result):
     def __str__(self) -> str:
         impossible = f", {self.n_impossible} impossible" if self.n_impossible else ""
         end = "stopped after" if self.stopped else "still open after"
-        return f"{end} {self.n} draws{impossible} (anytime p = {self.pvalue:.2g})"
+        return f"{end} {self.n} draws{impossible} (anytime {pvalue_text(self.pvalue)})"
 
 
 def log_evalue(counts: ArrayLike, probs: ArrayLike) -> np.ndarray:
@@ -54,6 +55,11 @@ def log_evalue(counts: ArrayLike, probs: ArrayLike) -> np.ndarray:
     counts : [..., vocab_size], all draws so far; of impossible tokens none are counted.
     probs : [vocab_size], sums to 1.
 
+    Raises
+    ------
+    ValueError
+        When the counts are not whole, not there, or not one per token.
+
     Notes
     -----
     Source: Robbins 1970; Ville 1939.
@@ -63,7 +69,8 @@ def log_evalue(counts: ArrayLike, probs: ArrayLike) -> np.ndarray:
     >>> abs(round(float(log_evalue([1, 0], [0.5, 0.5])), 6))
     0.0
     """
-    c, q = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
+    q = np.asarray(probs, dtype=np.float64)
+    c = _whole("counts", counts, (*np.shape(counts)[:-1], *q.shape))
     c, q = c[..., q > 0], np.maximum(q[q > 0], _LEAST)
     n = c.sum(-1)
     likelihood = c @ np.log(q)
@@ -105,12 +112,7 @@ def sequential_fit(
         )
     q, counts, best, stopped = q / q.sum(), np.zeros(len(q)), 0.0, False
     for i, batch in enumerate(batches):
-        new = np.asarray(batch, dtype=np.float64)
-        if new.shape != q.shape or not ((new >= 0) & (new % 1 == 0)).all():
-            raise ValueError(
-                f"`batches` must be whole numbers ≥ 0, one per token {q.shape}; got {new} at {i}"
-            )
-        counts += new
+        counts += _whole("batches", batch, q.shape, f" at {i}")
         best = max(best, float(log_evalue(counts, q)))
         stopped = best >= -math.log(alpha) or counts[q == 0].any()
         if stopped:
@@ -122,3 +124,10 @@ def sequential_fit(
         n_impossible=int(counts[q == 0].sum()),
         stopped=bool(stopped),
     )
+
+
+def _whole(name: str, counts: ArrayLike, shape: tuple[int, ...], at: str = "") -> np.ndarray:
+    c = np.asarray(counts, dtype=np.float64)
+    if c.shape != shape or not ((c >= 0) & (c % 1 == 0)).all():
+        raise ValueError(f"`{name}` must be whole numbers ≥ 0, one per token {shape}; got {c}{at}")
+    return c

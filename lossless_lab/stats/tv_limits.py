@@ -39,13 +39,16 @@ def any_limit(excess: Callable[[float], float], n: int, alpha: float) -> float:
 def spread_limit(u: float, squares: float, q: np.ndarray, n: int, alpha: float) -> float:
     """Largest t whose 4t² the estimate u would not reject.
 
-    Its variance is at most 4(max p/w)4t²/n + 2Σ(p/w)²/n², and p/w ≤ q/w + 2t where 4t² = U.
+    Its variance is at most 4(max p/w)4t²/n + 2Σ(p/w)²/n², and p/w ≤ q/w + 2t where 4t² = U. Few
+    pairs estimate too small a Σ(p/w)² and U together: it is taken as (1 + 4t²)Σ(q/w)² at least,
+    what it is where all tokens gain or lose the share 2t of their q.
     """
-    ratio = q / weights(q)
-    squares, z = max(float((ratio**2).sum()), squares), -special.ndtri(alpha)
+    ratio, z = q / weights(q), -special.ndtri(alpha)
+    expected = float((ratio**2).sum())
 
     def above(t: float) -> float:
-        variance = 16 * (ratio.max() + 2 * t) * t**2 / n + 2 * squares / n**2
+        most = max(squares, (1 + 4 * t**2) * expected)
+        variance = 16 * (ratio.max() + 2 * t) * t**2 / n + 2 * most / n**2
         return 4 * t**2 - max(u, 0.0) - z * math.sqrt(variance)
 
     return float(optimize.brentq(above, 0, 1)) if above(1) > 0 else 1.0
