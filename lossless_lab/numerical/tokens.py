@@ -206,7 +206,7 @@ def _pair(key: Key, a: Any, b: Any, stops: Sequence[tuple[int, ...] | None]) -> 
         shorter, own, other = (a, *stops) if len(x) < len(y) else (b, *stops[::-1])
         last = (shorter.output_ids or (None,))[-1]
         stopped = shorter.finish_reason == "stop" and None not in (own, other)
-        row["kind"] = "stop_set" if stopped and last not in other else "length"
+        row["kind"] = "stop_set" if stopped and last in own and last not in other else "length"
     return row
 
 

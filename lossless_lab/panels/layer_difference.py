@@ -73,7 +73,8 @@ def _values(frame: pd.DataFrame) -> pd.DataFrame:
     """The row's main figures under readable names."""
     titles = {"relative_rms": "relative RMS", "sqnr_db": "SQNR, dB", "ulp_q50": "median steps",
               "ulp_q99": "99 % steps", "mean_error": "mean error",
-              "mean_error_pvalue": "p (mean error)", "cosine": "cosine",
+              "mean_error_pvalue": "p (mean error)", "scale_error_pvalue": "p (scale error)",
+              "cosine": "cosine",
               "answer": "noise or bias"}  # fmt: skip
     cosine = frame["cosine"].map("{:.6g}".format)
     return frame.assign(cosine=cosine)[list(titles)].rename(columns=titles)

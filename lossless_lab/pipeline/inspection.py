@@ -86,7 +86,8 @@ class Inspection:
     def first_above(self, candidate: str, prompt: str | None = None) -> tuple[int, str] | None:
         """(layer, module) of the first row whose drift passes the noise band; None for none."""
         frame = self.drift(candidate, prompt)
-        above = frame[~(frame["relative_rms"] <= frame["floor_relative_rms"].fillna(np.inf))]
+        floor = frame["floor_relative_rms"].fillna(np.inf)
+        above = frame[(frame["max_abs_difference"] != 0) & ~(frame["relative_rms"] <= floor)]
         return None if above.empty else (int(above.iloc[0]["layer"]), str(above.iloc[0]["module"]))
 
     def refereed(self, candidate: str) -> Refereed:

@@ -169,7 +169,7 @@ class Study:
             return uniform("VACUOUS", same, witness="none", **common)
         before = triage.state(self.reference)
         if candidate.network is not None and compiled_parts(candidate.network):
-            torch._dynamo.reset()  # else it may run what another backend made of the same code
+            torch._dynamo.reset()  # else torch may run eager code, past its limit of versions
         progress("witness")
         witness = triage.witness(candidate, self.asked, decoding)
         if witness == "" or witness.startswith(VACUOUS):
