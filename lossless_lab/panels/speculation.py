@@ -97,11 +97,11 @@ def step(
     at = processed(target_logits[rows], draft, **settings)
     earlier = processed(before, before, **settings).target_probs, at.target_probs[:-1]
     at, chosen = replace(at, previous_probs=np.concatenate(earlier)), rules[rule]
-    kept, replaced = emitted(at, chosen)
+    kept, replaced = parts = emitted(at, chosen)
     p, q, output = at.target_probs[0], at.draft_probs[0], kept[0] + replaced[0]
     alphas, has_bonus = kept[:-1].sum(-1), chosen.roles(at).bonus is not None
     tokens = expected_tokens(alphas if has_bonus else alphas[:-1])
-    tv, jointly = np.abs(output - p).sum() / 2, joint_tv_limits(at, rule=chosen)
+    tv, jointly = np.abs(output - p).sum() / 2, joint_tv_limits(at, chosen, parts)
     with np.errstate(divide="ignore"):
         logs = {"reference_logprob": np.log(p), "candidate_logprob": np.log(output.clip(0))}
     token = [decode([i]) for i in range(len(p))]

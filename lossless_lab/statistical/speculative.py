@@ -117,7 +117,7 @@ def joint_law(positions: Sequence[Position], *, gamma: int, rule: Rule = STANDAR
     return law(0, gamma)
 
 
-def joint_tv_limits(at: Position, *, rule: Rule = STANDARD) -> tuple[float, float]:
+def joint_tv_limits(at: Position, rule: Rule = STANDARD, parts: Any = None) -> tuple[float, float]:
     """Least and most TV of the next γ + 1 tokens' joint law to the target's, at fixed laws.
 
     At least that of any one token's law; at most Σ of each token's TV given those before it. Both
@@ -126,12 +126,13 @@ def joint_tv_limits(at: Position, *, rule: Rule = STANDARD) -> tuple[float, floa
     Parameters
     ----------
     at : [γ + 1, vocab_size], the laws of a round as in `speculate`, whatever its tokens are.
+    parts : what `emitted` gives, where it is known already.
 
     >>> at = Position(target_probs=[[0.5, 0.5]] * 2, draft_probs=[[0.75, 0.25]] * 2)
     >>> joint_tv_limits(at)
     (0.0, 0.0)
     """
-    kept, replaced = emitted(at, rule)
+    kept, replaced = parts or emitted(at, rule)
     anew, bonus, all_kept = kept + replaced, _bonus(rule, at), kept[:-1].sum(-1).prod()
     last = anew[-1:] if bonus is None else bonus[-1:]
     laws = np.concatenate([anew, last, all_kept * last + (1 - all_kept) * anew[-1:]])
