@@ -6,6 +6,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,7 @@ def fixed_drafts(draft: Any, n_draft: int) -> Iterator[Any]:
     config = getattr(getattr(draft, "network", draft), "generation_config", None)
     if config is None:
         raise ValueError(f"`draft` must be a network or result of `load`; got {draft!r}")
-    if n_draft not in range(1, 1 << 30):
+    if not (isinstance(n_draft, Integral) and n_draft >= 1):
         raise ValueError(f"`n_draft` must be a whole number of at least 1; got {n_draft!r}")
     names = (
         "num_assistant_tokens",
