@@ -92,9 +92,7 @@ def calibrate(n_repetitions: int = 2000) -> pd.DataFrame:
                 "bias": size,
                 "called_biased": found / n_repetitions,
                 "n_repetitions": n_repetitions,
-                "false_alarm_claim": "-"
-                if size
-                else ("holds" if holds(found, n_repetitions) else "FAILS"),
+                "claim": "-" if size else ("holds" if holds(found, n_repetitions) else "FAILS"),
                 "code": code(),
             }
         )

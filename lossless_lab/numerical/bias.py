@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from ..results import Result
+from ..stats.multiplicity import pvalue_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,8 @@ class BiasTest(Result):
     def __str__(self) -> str:
         return (
             f"{self.mean:+.3g} ± {self.standard_error:.2g} over {self.n_units} units, "
-            f"p = {self.pvalue:.3g}; {self.minimum_detectable:.2g} would be found with 80 % power"
+            f"{pvalue_text(self.pvalue)}; {self.minimum_detectable:.2g} would be found with 80 % "
+            "power"
         )
 
 
