@@ -66,7 +66,7 @@ def there(tmp_path_factory, tiny_target):
     }.items():
         given = ["--prompts", str(prompts), "--max-new-tokens", "6", *more]
         assert main(["run", str(root / name), *given]) == 0
-    shutil.copytree(root / "before", root / "bare")
+    shutil.copytree(root / "again", root / "bare")
     (root / "bare" / "logits.safetensors").unlink()
     for name, more in {
         "before": [],
