@@ -16,6 +16,7 @@ from lossless_lab.cli import main
 from lossless_lab.engines import Completion, Decoding, TransformersEngine
 from lossless_lab.engines.callable_engine import CallableEngine
 from lossless_lab.engines.padding import pad, padding_fault, positions
+from lossless_lab.mutants import MUTANTS
 from lossless_lab.optimizations.entry import silence_one_mlp
 from lossless_lab.pipeline.top_k import compare_top_k
 from lossless_lab.prompts import Prompt
@@ -186,6 +187,15 @@ def test_what_acts_between_logits_and_choice_is_no_proof_of_the_law(t0, rule, to
     assert "the candidate does not choose the likeliest token of its own logits" in found.cause
     same = words(ask(Loop(t0, stop=(77,)), Loop(t0, stop=(77,))))
     assert same["1b"] == same["2"] == "PROVEN"
+
+
+def test_a_rule_of_both_sides_is_no_difference(t0):
+    """Outputs part because one network is damaged; the rule, that both have, is not blamed."""
+    broken = MUTANTS["damaged-weights"].apply(t0, dose=0.05)
+    found = ask(Loop(t0, penalised("output")), Loop(broken, penalised("output")))
+    assert words(found)["1b"] == "DIFFERENT" and "does not choose" not in found.cause
+    found = ask(Loop(t0), Loop(broken, penalised("output")))
+    assert "the candidate does not choose" in found.cause
 
 
 def test_a_penalty_that_was_asked_for_is_no_fault(t0):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from lossless_lab.engines.protocol import Completion
 from lossless_lab.numerical.noise import ulp_of
@@ -53,27 +55,35 @@ def _told(pair: Sequence[Completion], stops: Sequence[Sequence[int]], names: Seq
 
 
 def against_own_logits(evidence: Evidence) -> str:
-    """Greedy tokens, where outputs part, that are not the likeliest of their side's own logits.
+    """Greedy tokens of one side, up to where outputs part, that its own logits make unlikely.
 
-    What does not tell how it ended, such as a bare file of logits, is not held to anything.
+    Where both sides have some, they may share a rule, such as one against repeated n-grams. What
+    does not tell how it ended, such as a bare file of logits, is not held to anything.
     """
     parted = evidence.tokens.frame[["prompt_id", "sample_index", "first_divergence"]].dropna()
-    for k, side in [(1, "candidate"), (0, "reference")] if evidence.decoding.greedy else ():
-        places = []
-        for i, *key, at in parted.itertuples():
-            c, laws = (evidence.reference, evidence.candidate)[k][i], evidence.logits.get((*key,))
-            if not laws or c.finish_reason is None or at >= min(len(laws[k]), len(c.output_ids)):
-                continue
-            chosen, before = c.output_ids[at], (*c.prompt_ids, *c.output_ids[:at])
-            penalty = evidence.decoding.repetition_penalty
-            law = penalised(laws[k][at : at + 1], before, (chosen,), penalty)[0].double()
+    places: list[list[str]] = [[], []]
+    for i, *key, at in parted.itertuples() if evidence.decoding.greedy else ():
+        pair, laws = (evidence.reference[i], evidence.candidate[i]), evidence.logits.get((*key,))
+        for completion, logits, found in zip(pair, laws or (), places, strict=False):
+            told = _unlikely(completion, logits[: int(at) + 1], evidence)
+            found += [f"prompt {key[0]!r}, token {t}: {what}" for t, what in told]
+    if bool(places[0]) == bool(places[1]):
+        return ""
+    side, told = ("candidate", places[1]) if places[1] else ("reference", places[0])
+    return (
+        f"the {side} does not choose the likeliest token of its own logits ({len(told)} times up "
+        f"to where outputs part, as at {told[-1]}): a penalty, an end id held back, logits of "
+        "another position, or sampling"
+    )
+
+
+def _unlikely(c: Completion, logits: torch.Tensor, evidence: Evidence) -> Iterator[tuple[int, str]]:
+    """(position, token written and likeliest one) where they are not one but for rounding."""
+    penalty = evidence.decoding.repetition_penalty
+    for t, (chosen, law) in enumerate(zip(c.output_ids, logits, strict=False)):
+        if c.finish_reason is not None:
+            before = (*c.prompt_ids, *c.output_ids[:t])
+            law = penalised(law[None], before, (chosen,), penalty)[0].double()
             step = float(ulp_of(float(law.max()), evidence.tokens.dtype))
             if law.max() - law[chosen] > _ROUNDING * step:
-                places.append(f"prompt {key[0]!r}, token {at}: {chosen}, not {int(law.argmax())}")
-        if places:
-            return (
-                f"the {side} does not choose the likeliest token of its own logits ({len(places)} "
-                f"times where outputs part, as at {places[0]}): a penalty, an end id held back, "
-                "logits of another position, or sampling"
-            )
-    return ""
+                yield t, f"{chosen}, not {int(law.argmax())}"
