@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lossless_lab.engines.conditions import kernels
+from lossless_lab.engines.decoding import Decoding
 from lossless_lab.engines.padding import forward_logits
 from lossless_lab.engines.protocol import Completion, batches, score_batches
 from lossless_lab.engines.transformers_engine import TransformersEngine
@@ -24,7 +25,6 @@ from lossless_lab.numerical.parts import compiled_parts
 from lossless_lab.numerical.tokens import first_divergence
 from lossless_lab.numerical.twins import distance_in_float64, twin
 from lossless_lab.optimizations.entry import copied, patched
-from lossless_lab.pipeline.evidence import Evidence
 from lossless_lab.pipeline.subjects import Live, Subject
 from lossless_lab.prompts import Prompt
 
@@ -196,20 +196,23 @@ def _one_pass(
     return [logits[-len(o) :] for logits, o in zip(found, outputs, strict=True)]
 
 
-def not_repeated(sides: Sequence[Subject], evidence: Evidence) -> str:
-    """Which side answers a greedy batch otherwise when asked again; "" where both repeat it."""
-    tokens, decoding, prompts = evidence.tokens, evidence.decoding, evidence.prompts
-    first, outputs = tokens.frame["ids_equal"].argmin(), (evidence.reference, evidence.candidate)
-    stops = (tokens.reference_stop_ids, tokens.candidate_stop_ids)
-    for side, own, ends in zip(sides, outputs, stops, strict=True):
-        if isinstance(side, Live) and decoding.greedy and decoding.n_samples == 1:
-            start = first - first % side.engine.batch_size
-            asked = prompts[start : start + side.engine.batch_size]
-            again = side.complete(asked, replace(decoding, stop_token_ids=ends))
-            for i, now in enumerate(again, start):
-                if (at := first_divergence(own[i].output_ids, now.output_ids)) is not None:
-                    told = f"prompt {prompts[i].id!r} asked again differs from token {at} on"
-                    return f"{side.name} does not repeat itself: {told}, by chance or by a cache"
+def not_repeated(
+    side: Subject,
+    own: Sequence[Completion],
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    *,
+    first: int = 0,
+) -> str:
+    """Whether a side answers a greedy batch, that of the first, otherwise when asked again."""
+    if not (isinstance(side, Live) and decoding.greedy and decoding.n_samples == 1):
+        return ""
+    start = first - first % side.engine.batch_size
+    asked = prompts[start : start + side.engine.batch_size]
+    for i, now in enumerate(side.complete(asked, decoding), start):
+        if (at := first_divergence(own[i].output_ids, now.output_ids)) is not None:
+            told = f"prompt {prompts[i].id!r} asked again differs from token {at} on"
+            return f"{side.name} does not repeat itself: {told}, by chance or by a cache"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -232,6 +233,17 @@ class Study:
         except ValueError as error:
             return f" ({error})"
 
+    @cached_property
+    def _unsteady(self) -> str:
+        """Whether the reference, asked again, answers otherwise; asked once for all candidates."""
+        return not_repeated(self.reference, self.completions, self.asked, self.decoding)
+
+    def _differs_again(self, candidate: Subject, evidence: Evidence) -> str:
+        stops, first = evidence.tokens.candidate_stop_ids, evidence.tokens.frame["ids_equal"]
+        decoding = replace(evidence.decoding, stop_token_ids=stops)
+        asked = candidate, evidence.candidate, evidence.prompts, decoding
+        return not_repeated(*asked, first=int(first.argmin()))
+
     def _concluded(
         self, candidate: Subject, evidence: Evidence, floor: NoiseFloor | None, progress: Callable
     ) -> dict[str, Any]:
@@ -253,7 +265,7 @@ class Study:
         )
         if against_own_logits(evidence):
             given = answers.demoted(given, "DIFFERENT", ("2",))
-        if unstable := not_repeated(sides, evidence):
+        if unstable := self._unsteady or self._differs_again(candidate, evidence):
             shown = tuple(a.level for a in given if a.exit_code == 0)
             given = answers.demoted(given, "INCONCLUSIVE", shown)
             why = f"{unstable}; {why}" if why else unstable
