@@ -80,7 +80,7 @@ def memory() -> list[Measurement]:
     """Peak memory above that of two forwards, as a share of one full set of stored activations.
 
     Held by the computation; and, for the view alone, resident with what malloc and MKL keep of
-    freed memory for a second thread: some 10 MiB at any size, in readings that scatter by 20.
+    freed memory for a second thread: 10 to 30 MiB, in readings that scatter by 20.
     """
     held = {run: _peak(run, **GIVEN_BACK) for run in RUNS}
     readings = {run: [_peak(run) for _ in range(5)] for run in RUNS[:3]}
